@@ -204,3 +204,8 @@ def test_a_value_is_waited_for_only_where_it_is_read(backend):
     lazy.run()
     assert times[0] < times[1]
     assert len(backend.asked) == 1
+
+
+def test_deprecated_names_are_the_same_classes():
+    assert lang.Forks is lang.ProgramStateGroup
+    assert lang.Answer is lang.HttpAnswer

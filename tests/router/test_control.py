@@ -158,19 +158,22 @@ def test_levers_go_to_all_workers():
 
 def test_metrics_are_prometheus_text():
     async def main():
-        async with FakeWorker() as worker, routing(worker) as (_, client):
+        async with FakeWorker() as worker, routing(worker) as (router, client):
             for _ in range(3):
                 await client.complete("long " * 400)
+            router.metrics.reported_tokens = 7
             text = (await client.ask("GET", "/metrics")).body.decode()
             lines = [line for line in text.splitlines() if not line.startswith("#")]
             assert all(
                 re.fullmatch(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? [-+.e0-9]+', line) for line in lines
             )
-            told = dict(line.rsplit(" ", 1) for line in lines)
-            assert told["tokenyard_router_requests_total"] == "3"
-            assert told['tokenyard_router_choices_total{reason="cached"}'] == "2"
-            assert told['tokenyard_router_worker_state{worker="w0",state="healthy"}'] == "1"
-            assert float(told["tokenyard_router_index_bytes"]) > 0
+            values = dict(line.rsplit(" ", 1) for line in lines)
+            assert values["tokenyard_router_requests_total"] == "3"
+            assert values['tokenyard_router_choices_total{reason="cached"}'] == "2"
+            assert values['tokenyard_router_worker_state{worker="w0",state="healthy"}'] == "1"
+            assert float(values["tokenyard_router_index_bytes"]) > 0
+            reported = "tokenyard_router_reported_prompt_tokens_total"
+            assert values[reported] == values[reported.replace("reported", "told")] == "7"
             assert len({line.split(" ")[2] for line in text.splitlines() if line.startswith("# TYPE")}) == text.count(
                 "# TYPE"
             )

@@ -278,7 +278,7 @@ def test_roles_by_the_api():
 
 
 def test_decode_goes_where_there_is_room_for_kv():
-    policy = make_policy("kv_room", PolicyOptions())
+    policy = make_policy("kv_usage", PolicyOptions())
     small, large = TargetLoad("small", kv_tokens=1000), TargetLoad("large", kv_tokens=10_000)
     small.context_tokens, large.context_tokens = 300, 900
     assert policy.rank(RequestFeatures(100), [small, large]).order == [1, 0]

@@ -406,7 +406,7 @@ def test_what_answers_say_of_their_cache_is_learnt():
             for _ in range(20):
                 await client.complete("word " * 800)
             assert router.workers.find("w0").targets[0].state.credit < 0.2
-            assert router.metrics.told_tokens == 20_000
+            assert router.metrics.reported_tokens == 20_000
             assert router.metrics.predicted_tokens > 10_000
             assert router.metrics.cached_tokens == 0
 

@@ -24,6 +24,11 @@ def targets(*requests: int) -> list[TargetLoad]:
     return [TargetLoad(f"w{i}", SPEED, requests=count) for i, count in enumerate(requests)]
 
 
+def test_a_deprecated_policy_name_is_accepted_with_a_warning():
+    with pytest.warns(FutureWarning, match="use 'kv_usage'"):
+        assert make_policy("kv_room").name == "kv_usage"
+
+
 def first(policy, request, states):
     return policy.rank(request, states).order[0]
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tokenyard.base import ConfigError
-from tokenyard.routing.choice import POLICIES
+from tokenyard.routing.choice import POLICY_NAMES
 from tokenyard.sim.kv.disagg_settings import MODES, DisaggSettings
 from tokenyard.sim.kv.transfer_figures import transfer_figures
 from tokenyard.sim.outcome import Outcome
@@ -54,7 +54,7 @@ def add_disagg_arguments(parser: argparse.ArgumentParser) -> None:
         usual = getattr(_DEFAULT, f"{side}_policy")
         group.add_argument(
             f"--{side}-policy",
-            choices=list(POLICIES),
+            choices=POLICY_NAMES,
             default=usual,
             help=f"how the router chooses the {side} engine of a request in mode decode [{usual}]",
         )

@@ -24,7 +24,7 @@ from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.cli.kv_store_arguments import add_kv_store_arguments, kv_store_settings_of
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
-from tokenyard.routing.choice import POLICIES
+from tokenyard.routing.choice import POLICY_NAMES
 from tokenyard.sim.engine.presets import preset, preset_names
 from tokenyard.sim.engine.speculation import Speculation
 from tokenyard.sim.fleet.fleet_settings import Fleet, read_fleet
@@ -148,7 +148,7 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks of each engine: schedulers with a device of their own, which share its limits [1]",
     )
     group.add_argument(
-        "--router", choices=list(POLICIES), default="round_robin", help="how the router chooses an engine [round_robin]"
+        "--router", choices=POLICY_NAMES, default="round_robin", help="how the router chooses an engine [round_robin]"
     )
     group.add_argument(
         "--fleet",

@@ -39,9 +39,15 @@ from tokenyard.lang.values import (
 RuntimeEndpoint = Endpoint
 """Its name in SGLang's programs."""
 
+Answer = HttpAnswer
+Forks = ProgramStateGroup
+"""`Answer` and `Forks` are deprecated names, kept for one more release."""
+
 __all__ = [
+    "Answer",
     "Endpoint",
     "EndpointError",
+    "Forks",
     "HttpAnswer",
     "Program",
     "ProgramState",

@@ -16,13 +16,14 @@ from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, Clie
 from tokenyard.router.dispatch import Dispatcher
 from tokenyard.router.errors import RouterError
 from tokenyard.router.health import ask
-from tokenyard.router.router_page import answer_page, is_page
 from tokenyard.router.workers import Worker
+from tokenyard.ui.files import HEADERS, ROUTER_PAGE, read_file
 
 PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/readiness", "/liveness", "/ping", "/metrics"})
 FAN_OUT = frozenset({"/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})
 FAN_OUT_TIMEOUT_S = 10.0
+PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})
 OWN_PATHS = OPEN_PATHS | FAN_OUT | PLAIN | {"/workers", "/server_info", "/get_server_info"}
 
@@ -46,7 +47,7 @@ class Control:
     def takes(self, request: ClientRequest) -> bool:
         """Whether a request is for the router itself."""
         path = request.path
-        return path in OWN_PATHS or path.startswith(("/workers/", "/v1/models/")) or is_page(request)
+        return path in OWN_PATHS or path.startswith(("/workers/", "/v1/models/")) or _is_page(request)
 
     def answer(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer it. Raises TokenyardError for what is wrong with it."""
@@ -57,8 +58,10 @@ class Control:
             )
             front.answer(200, text, [PROMETHEUS])
             return None
-        if is_page(request):
-            answer_page(front, request)
+        if _is_page(request):
+            # The files of the page need no key: the page itself calls /metrics and /workers.
+            name, content_type = ROUTER_PAGE[path]
+            front.answer(200, read_file(name), [(b"content-type", content_type.encode()), *PAGE_HEADERS])
             return None
         if path in OPEN_PATHS:
             self._probe(front, path)
@@ -203,6 +206,10 @@ class _Task(ClientHandler):
     @override
     def resume(self) -> None:
         return
+
+
+def _is_page(request: ClientRequest) -> bool:
+    return request.path in ROUTER_PAGE and request.method in (b"GET", b"HEAD")
 
 
 def _wrong_method(request: ClientRequest) -> RouterError:

@@ -209,7 +209,7 @@ class Dispatcher:
             self.bytes_per_token += RATIO_STEP * (parsed.prompt.size / prompt - self.bytes_per_token)
         if prompt is None or cached is None:
             return
-        self.metrics.told_tokens += prompt
+        self.metrics.reported_tokens += prompt
         self.metrics.cached_tokens += cached
         self.metrics.predicted_tokens += sent.predicted
         sent.hit(cached)

@@ -30,7 +30,7 @@ class RouterMetrics:
     queued: int = 0
     predicted_tokens: int = 0
     cached_tokens: int = 0
-    told_tokens: int = 0
+    reported_tokens: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -60,7 +60,12 @@ class RouterMetrics:
             ("queued_total", "requests that had to wait for room", self.queued),
             ("predicted_cached_tokens_total", "prompt tokens expected in a cache", self.predicted_tokens),
             ("cached_tokens_total", "prompt tokens that answers say were cached", self.cached_tokens),
-            ("told_prompt_tokens_total", "prompt tokens of answers that say so", self.told_tokens),
+            (
+                "reported_prompt_tokens_total",
+                "prompt tokens of answers that report usage",
+                self.reported_tokens,
+            ),
+            ("told_prompt_tokens_total", "deprecated: use reported_prompt_tokens_total", self.reported_tokens),
             ("index_evicted_blocks_total", "blocks dropped from the index for room", index.evicted),
         )
         gauges: tuple[tuple[str, str, float], ...] = (

@@ -12,7 +12,7 @@ from tokenyard.routing.choice import (
     BALANCE_REL_THRESHOLD,
     CACHE_THRESHOLD,
     DEFAULT_POLICY,
-    POLICIES,
+    POLICY_NAMES,
     KvUsage,
 )
 
@@ -62,12 +62,12 @@ class RouterSettings:
     admin_api_key: str = setting("", "listening", "key for /workers and other levers [the API key]", secret=True)
     worker_api_key: str = setting("", "listening", "key sent to workers instead of the client's", secret=True)
 
-    policy: str = setting(DEFAULT_POLICY, "choice", "how targets are chosen", choices=tuple(POLICIES))
+    policy: str = setting(DEFAULT_POLICY, "choice", "how targets are chosen", choices=POLICY_NAMES)
     prefill_policy: str = setting(
-        DEFAULT_POLICY, "choice", "how engines that only prefill are chosen", choices=tuple(POLICIES)
+        DEFAULT_POLICY, "choice", "how engines that only prefill are chosen", choices=POLICY_NAMES
     )
     decode_policy: str = setting(
-        KvUsage.name, "choice", "how engines that only decode are chosen", choices=tuple(POLICIES)
+        KvUsage.name, "choice", "how engines that only decode are chosen", choices=POLICY_NAMES
     )
     cache_threshold: float = setting(
         CACHE_THRESHOLD, "choice", "of cache_aware: least share of the prompt that counts", SHARE
@@ -88,7 +88,7 @@ class RouterSettings:
         "", "choice", "where workers publish KV events, such as tcp://{host}:5557; needs --tokenizer"
     )
     kv_events_replay: str = setting(
-        "", "choice", "where workers tell KV events again, such as tcp://{host}:5558; nowhere if absent"
+        "", "choice", "where workers tell KV events again, such as tcp://{host}:5657; nowhere if absent"
     )
     shared_url: str = setting(
         "", "choice", "Valkey or Redis through which several routers tell each other, redis://host:port"

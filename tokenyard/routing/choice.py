@@ -6,6 +6,7 @@ index holds: how much of the prompt each target is believed to hold is one of th
 
 import difflib
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -232,7 +233,7 @@ class KvUsage(RoutePolicy):
     elsewhere.
     """
 
-    name = "kv_room"
+    name = "kv_usage"
 
     @override
     def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
@@ -469,10 +470,22 @@ POLICIES: dict[str, Callable[[PolicyOptions], RoutePolicy]] = {
     )
 }
 DEFAULT_POLICY = PredictedTtft.name
+DEPRECATED_POLICIES = {"kv_room": KvUsage.name}
+"""Old names of policies, accepted for one more release."""
+
+POLICY_NAMES = (*POLICIES, *DEPRECATED_POLICIES)
+"""Every name that `make_policy` accepts."""
 
 
 def make_policy(name: str, options: PolicyOptions | None = None, *, sticky: bool = False) -> RoutePolicy:
-    """The policy called `name`, with sessions kept in front of it if `sticky`. Raises ConfigError with near names."""
+    """The policy called `name`, behind `SessionAffinity` if `sticky`.
+
+    Warns (FutureWarning) about a deprecated name. Raises ConfigError for an unknown one, and suggests similar names.
+    """
+    if name in DEPRECATED_POLICIES:
+        current = DEPRECATED_POLICIES[name]
+        warnings.warn(f"router policy {name!r} is deprecated; use {current!r}", FutureWarning, stacklevel=2)
+        name = current
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(POLICIES))}"

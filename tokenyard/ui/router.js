@@ -47,7 +47,7 @@
     tile("rate", number(rate((m) => one(m, "requests_total"), 5)), "/s", `${number(one(metrics, "requests_total"))} since the start`);
     tile("open", number(one(metrics, "open_requests")), "", `imbalance ${number(one(metrics, "load_imbalance"))}`);
     tile("queue", number(one(metrics, "queue_requests")), "", `${number(one(metrics, "queued_total"))} had to wait so far`);
-    tile("hits", percent(ratio("cached_tokens_total", "told_prompt_tokens_total", 60)), "", one(metrics, "told_prompt_tokens_total") ? `expected ${percent(ratio("predicted_cached_tokens_total", "told_prompt_tokens_total", 60))}` : "no answer told its usage yet");
+    tile("hits", percent(ratio("cached_tokens_total", "reported_prompt_tokens_total", 60)), "", one(metrics, "reported_prompt_tokens_total") ? `expected ${percent(ratio("predicted_cached_tokens_total", "reported_prompt_tokens_total", 60))}` : "no answer told its usage yet");
     const chosen = growth((m) => Object.values(by(m, "choices_total", "reason")).reduce((a, b) => a + b, 0), 60).amount;
     const spilled = growth((m) => SPILLED.reduce((all, reason) => all + (by(m, "choices_total", "reason")[reason] || 0), 0), 60).amount;
     tile("spills", number(spilled), "", chosen ? `${percent(spilled / chosen)} of ${number(chosen)} choices` : "");
@@ -121,7 +121,7 @@
     const xs = history.map((moment) => moment.at - last.at);
     const series = (read) => history.map((moment, place) => read(moment.metrics, place));
     if (plots.targets) plots.targets.set([xs, ...plots.names.split(",").map((name) => series((m) => by(m, "worker_requests", "target")[name] ?? null))]);
-    plots.hits.set([xs, series((m, place) => ratio("cached_tokens_total", "told_prompt_tokens_total", 10, place)), series((m, place) => ratio("predicted_cached_tokens_total", "told_prompt_tokens_total", 10, place))]);
+    plots.hits.set([xs, series((m, place) => ratio("cached_tokens_total", "reported_prompt_tokens_total", 10, place)), series((m, place) => ratio("predicted_cached_tokens_total", "reported_prompt_tokens_total", 10, place))]);
     if (plots.reasons) plots.reasons.set([xs, ...plots.reasonNames.map((name) => series((m, place) => rate((n) => by(n, "choices_total", "reason")[name] || 0, 5, place)))]);
     plots.queue.set([xs, series((m) => one(m, "queue_requests")), series((m, place) => { const mean = ratio("ttft_seconds_sum", "ttft_seconds_count", 10, place); return mean === null ? null : 1000 * mean; })]);
   }
