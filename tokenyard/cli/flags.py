@@ -24,7 +24,7 @@ from tokenyard.base import ConfigError
 from tokenyard.base.declare import Declaration, declarations
 from tokenyard.base.settings import TenantSettings
 from tokenyard.config import GROUPS, ClassTargets, Settings
-from tokenyard.policy.registry import POLICIES
+from tokenyard.policy.registry import ALIASES, POLICIES
 
 ENV_PREFIX = "TOKENYARD_"
 ROUTER_PREFIX = "TOKENYARD_ROUTE_"
@@ -240,7 +240,7 @@ class Flag:
 
     def describe(self) -> str:
         """Help text with choices and default."""
-        names = self.declared.choices or (sorted(POLICIES) if self.name == "schedule_policy" else ())
+        names = self.declared.choices or (sorted([*POLICIES, *ALIASES]) if self.name == "schedule_policy" else ())
         choices = f" ({', '.join(names)})" if names else ""
         value = ",".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
         default = "" if value in ("", None, [], {}, False) else f" [{value}]"

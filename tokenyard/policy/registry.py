@@ -4,7 +4,7 @@ import difflib
 from copy import deepcopy
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.policy import adaptive, deadline, fair, queue_orders, sjf
+from tokenyard.policy import adaptive, deadline, fair, mlfq, queue_orders, sjf
 from tokenyard.policy.base import Policy
 from tokenyard.policy.priority import Priority
 from tokenyard.policy.priority_function import load_object
@@ -16,12 +16,21 @@ _LISTED: list[type[Policy]] = [
     Policy,
     *queue_orders.POLICIES,
     *sjf.POLICIES,
+    *mlfq.POLICIES,
     *deadline.POLICIES,
     *fair.POLICIES,
     *adaptive.POLICIES,
 ]
 POLICIES = {policy.name: policy for policy in _LISTED}
 """Each module of policies lists its own in `POLICIES`. "priority" is fcfs with priority scheduling on."""
+
+ALIASES = {"sjf": sjf.ShortestJobFirst.name}
+"""Other names that `--schedule-policy` accepts, and the name in `POLICIES` that each stands for."""
+
+
+def canonical_name(name: str) -> str:
+    """The name in `POLICIES` that `name` stands for; any other name as it is."""
+    return ALIASES.get(name, name)
 
 
 def create_policy(name: str, settings: SchedulerSettings) -> Policy:
@@ -42,12 +51,13 @@ def create_policy(name: str, settings: SchedulerSettings) -> Policy:
 
 
 def _order(name: str, settings: SchedulerSettings) -> Policy:
+    name = canonical_name(name)
     if ":" in name:
         return _guarded(load_policy(name), settings, name)
     if name == "priority":
         return Policy(settings)
     if name not in POLICIES:
-        known = [*POLICIES, "priority"]
+        known = [*POLICIES, *ALIASES, "priority"]
         near = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(known))}"
         raise ConfigError(f"there is no schedule policy {name!r}; {hint}")
