@@ -15,7 +15,7 @@ def test_hands_out_every_page_once_and_never_page_zero():
 def test_too_many_pages_raise_and_take_nothing():
     allocator = PageAllocator(4)
     allocator.alloc(1)
-    with pytest.raises(OutOfPages, match="4 pages asked for, 3 of 4 free"):
+    with pytest.raises(OutOfPages, match="4 pages requested, 3 of 4 free"):
         allocator.alloc(4)
     assert allocator.available == 3
     assert len(allocator.alloc(3)) == 3
@@ -41,7 +41,7 @@ def test_freed_pages_come_back_in_the_order_in_which_they_were_held():
 def test_freeing_more_than_there_is_raises():
     allocator = PageAllocator(3)
     allocator.alloc(1)
-    with pytest.raises(ValueError, match="2 pages freed on top of 2 free of 3"):
+    with pytest.raises(ValueError, match="2 pages freed while 2 of 3 are free"):
         allocator.free(np.array([1, 1], np.int32))
 
 

@@ -85,7 +85,7 @@ def test_messages_arrive_in_order_and_none_that_nobody_signed():
     node_1._sock.sendall(sealed)
     assert node_0.receive() == NodeEnded("x")
     node_1._sock.sendall(sealed)
-    with pytest.raises(HandshakeError, match="did not sign"):
+    with pytest.raises(HandshakeError, match="wrong signature"):
         node_0.receive()
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary that every room speaks. Needs numpy only and imports no other room."""
+"""The types that all rooms share. Imports no other room and, of third-party packages, only numpy."""
 
 from tokenyard.base.acceptance import MAX_ACCEPTANCE_RATE, AcceptanceRate
 from tokenyard.base.errors import (

@@ -1,9 +1,9 @@
 """The name of a block: 64 tokens counted from the root, under one digest that covers everything before it.
 
-Disk slots, shared stores, KV transfer, the router's index and look-ahead share these names, so a prefix has the same
-name in all of them; events of the prefix cache (`cache/kv_events.py`) have hashes of their own. Equal digests mean
-equal tokens from the root on, in one namespace. The chain is that of prefix caching by hashed blocks (Kwon et al.
-2023), here with 16 bytes of BLAKE2b (RFC 7693).
+The KV store, KV transfer between engines and the router's index use these names, so a prefix has the same name in all
+of them. Events of the prefix cache (`cache/kv_events.py`) and lookahead (`scheduler/lookahead_state.py`) use other
+hashes. Equal digests mean equal tokens from the root on, in one namespace. The chain is that of prefix caching by
+hashed blocks (Kwon et al. 2023), here with 16 bytes of BLAKE2b (RFC 7693).
 """
 
 from collections import OrderedDict
@@ -39,7 +39,7 @@ def block_digests(tokens: Int32Array, parent: bytes = ROOT, block_tokens: int = 
     A last block of fewer than `block_tokens` tokens has no digest. Raises ValueError if `block_tokens` is below 1.
     """
     if block_tokens < 1:
-        raise ValueError(f"a block of {block_tokens} tokens; it must hold at least 1")
+        raise ValueError(f"block_tokens is {block_tokens}; it must be at least 1")
     data = np.ascontiguousarray(tokens, "<i4").tobytes()
     size = block_tokens * TOKEN_BYTES
     return chain(parent, (data[start : start + size] for start in range(0, len(data) - size + 1, size)))
@@ -55,7 +55,7 @@ def chain(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
 
 
 def touch_all(order: OrderedDict[bytes, Any], digests: list[bytes]) -> None:
-    """Move `digests` to the young end, so that of a chain of blocks the last one is evicted first."""
+    """Mark `digests` as recently used in an LRU order. The last block of a chain is evicted before the first."""
     for digest in reversed(digests):
         if digest in order:
             order.move_to_end(digest)
@@ -63,7 +63,13 @@ def touch_all(order: OrderedDict[bytes, Any], digests: list[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """What a store has of a sequence: its blocks `first` .. `first + found` of `digests`, of use up to `tokens`."""
+    """The part of a sequence that a KV store has.
+
+    digests: the names of all whole blocks of the sequence.
+    first: the first block that was looked up.
+    found: how many consecutive blocks from `first` on the store has.
+    tokens: how many tokens of the sequence can be loaded, counted from its beginning.
+    """
 
     digests: list[bytes]
     first: int
@@ -74,9 +80,10 @@ class StoredPrefix:
 def stored_prefix(
     known: Int32Array, namespace: str, cached: int, block_tokens: int, count_stored: Callable[[list[bytes]], int]
 ) -> StoredPrefix | None:
-    """What a store has of a sequence's `known` tokens (int32[n]) beyond the first `cached`; None for less than a block.
+    """The part of a sequence's `known` tokens (int32[n]) beyond the first `cached` that a KV store has.
 
-    reach: how many blocks of a chain the store has from its beginning. The last token is always left to compute.
+    None for less than a block. `count_stored` returns how many blocks of a chain the store has from its beginning on.
+    The last token is always left to compute.
     """
     if len(known) - 1 - cached < block_tokens:
         return None
@@ -87,5 +94,5 @@ def stored_prefix(
 
 
 def tokens_per_block(page_size: int) -> int:
-    """Tokens of a block where pages hold `page_size` tokens: `BLOCK_TOKENS`, or what whole pages make of it."""
+    """Tokens of a block where pages hold `page_size` tokens: `BLOCK_TOKENS`, rounded up to whole pages."""
     return -(-BLOCK_TOKENS // page_size) * page_size

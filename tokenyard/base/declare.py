@@ -1,4 +1,4 @@
-"""Declarations of settings: once, at the dataclass field, with all that flags, files and checks need."""
+"""Declarations of settings. A dataclass field states all that its flag, the config file and the checks need."""
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -10,11 +10,16 @@ from tokenyard.base.ranges import NumberRange
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What is declared of a setting beside its name, type and default.
+    """What is declared of a setting in addition to its name, type and default.
 
-    group: the heading that it has in the help. aliases: further flags for the same value; negated: flags for the
-    opposite of a yes-or-no value. file_only: it has no flag but is set in the file of --config or in the environment
-    (tables, and constants that are rarely changed). secret: no report shows its value.
+    group: its heading in the help.
+    help_text: its help, without choices and default.
+    allowed: the range of a number; None for any value.
+    choices: the allowed values; empty for any.
+    aliases: further flags for the same value.
+    negated: flags for the opposite of a yes-or-no value.
+    file_only: it has no flag; the file of --config or the environment sets it (tables, rarely changed constants).
+    secret: no report shows its value.
     """
 
     group: str

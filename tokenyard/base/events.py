@@ -1,7 +1,8 @@
 """Events that enter the scheduler, and outputs that leave it.
 
-Everything that can change a plan is one of the `Event` classes and reaches the scheduler with its time
-(docs/architecture.md), so a tape of events replays into the same plans. The output is a `TokenBatch`, one a step.
+Every input that can change a plan, besides the results of steps, is one of the `Event` classes and reaches the
+scheduler with its time (docs/architecture.md). So a tape of events and results replays into the same plans. The output
+is one `TokenBatch` per step.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ PauseMode = Literal["abort", "in_place", "retract"]
 class Submit:
     """A request arrives.
 
-    accepted: an earlier scheduler, which has ended, had accepted it, so limits of the queue do not apply again.
+    accepted: an earlier scheduler process accepted it before it ended, so queue limits do not apply again.
     """
 
     request: Request
@@ -40,9 +41,9 @@ class Cancel:
 
 @dataclass(slots=True)
 class Update:
-    """Change the urgency of a waiting or running request; None leaves a value as it is.
+    """Change the urgency of a waiting or running request; None leaves a value unchanged.
 
-    `boost` is what a priority function adds: levels of urgency, larger is more urgent under any setting.
+    boost: levels of urgency that a priority function adds. Larger is more urgent under any setting.
     """
 
     number: int
@@ -53,8 +54,10 @@ class Update:
 
 @dataclass(slots=True)
 class Pause:
-    """Stop working. With `numbers`, those requests give up their place and wait for `Resume`; without, everything
-    stops: `abort` ends all requests, `in_place` keeps their KV, `retract` sends running ones back to the queue.
+    """Pause single requests or the whole scheduler.
+
+    With `numbers`, those requests are retracted and wait for `Resume`. Without, no step is planned: `abort` ends all
+    requests, `in_place` keeps their KV, `retract` sends running ones back to the queue.
     """
 
     mode: PauseMode = "in_place"
@@ -79,7 +82,7 @@ class StopFound:
 
 @dataclass(slots=True)
 class OpenGate:
-    """Open a gate (one bit of `lifecycle.Gate`) that holds back a waiting request."""
+    """Open a gate (one bit of `scheduler.Gate`) that holds back a waiting request."""
 
     number: int
     gate: int
@@ -87,10 +90,12 @@ class OpenGate:
 
 @dataclass(slots=True)
 class KvAvailable:
-    """KV of the first `tokens` known tokens of a waiting request can be loaded, from a store below or from another
-    engine, and loading it is faster than computing it. Opens `Gate.KV`. Ignored if the request no longer waits.
+    """KV of the first `tokens` known tokens of a waiting request can be loaded, from the KV store or another engine.
 
-    token: the first token of the answer, sampled where the prompt was computed; -1 for none. It is delivered at once.
+    Sent only if loading is faster than computing. Opens `Gate.KV`. The rest is ignored if the request no longer waits.
+
+    token: the first token of the answer, sampled where the prompt was computed; -1 for none. It is delivered
+    immediately.
     """
 
     number: int
@@ -100,10 +105,10 @@ class KvAvailable:
 
 @dataclass(slots=True)
 class KvLoaded:
-    """The load that a `Load` asked for has succeeded or failed: the KV of the first `tokens` tokens is in its pages.
+    """A `Load` has succeeded or failed: the KV of the first `tokens` tokens is in the request's pages.
 
-    Nothing writes to these pages any more. Tokens that did not arrive are computed. A request has one load at a time:
-    one that lost its place meanwhile does not start again before this event.
+    Nothing writes to these pages any more. Tokens that did not arrive are computed. A request has one load at a time;
+    a request that was retracted during its load does not start again before this event.
     """
 
     number: int
@@ -112,16 +117,17 @@ class KvLoaded:
 
 @dataclass(slots=True)
 class PagesReleased:
-    """The reader outside has finished with the pages that a request with `handover` left, or those of a `Store`."""
+    """The reader outside the scheduler no longer uses the pages of a `Handover` or a `Store`."""
 
     number: int
 
 
 @dataclass(slots=True)
 class SetPolicy:
-    """Order the queue by another policy from now on. `changes` are scheduler settings to change with it, among those
-    that bound a step (`policy.adaptive.CHANGEABLE`). All others have their values from the start; the next `SetPolicy`
-    resets these too.
+    """Order the queue by another policy from now on.
+
+    changes: scheduler settings to change with it, out of those that bound a step (`policy.adaptive.CHANGEABLE`). All
+    others have their values from the start; the next `SetPolicy` resets these too.
     """
 
     name: str
@@ -136,8 +142,9 @@ class Flush:
 
 @dataclass(slots=True)
 class UnloadAdapter:
-    """The LoRA adapter `adapter` (`Request.lora`) was unloaded, and no request has it any more: its slot and what the
-    prefix cache holds of it are freed.
+    """The LoRA adapter `adapter` (`Request.lora`) was unloaded and no request has it any more.
+
+    The scheduler frees its slot and evicts its KV from the prefix cache.
     """
 
     adapter: str
@@ -145,10 +152,11 @@ class UnloadAdapter:
 
 @dataclass(slots=True)
 class TenantUsage:
-    """What schedulers of other data-parallel ranks did for tenants since they last said so.
+    """Tenant usage on other data-parallel ranks since their last report. Columns have one entry per tenant.
 
-    Columns have one entry per tenant: its name, the tokens that count against its rate, and its service as the fair
-    policies weigh it (before its own weight).
+    tenants: names.
+    tokens: tokens that count against the tenant's rate.
+    service: service as the fair policies count it, before the tenant's weight.
     """
 
     tenants: list[str]
@@ -158,8 +166,10 @@ class TenantUsage:
 
 @dataclass(slots=True)
 class RanksRemaining:
-    """Of the engine's data-parallel ranks only `ranks` are left, as the others are out for good: these keep the limits
-    of tenants together from now on. max_queued_requests: this scheduler's part of the engine's, -1 for no limit.
+    """`ranks` of the engine's data-parallel ranks remain; the others have ended and do not return.
+
+    The remaining ranks share the tenants' limits from now on. max_queued_requests: this scheduler's share of the
+    engine's limit, -1 for no limit.
     """
 
     ranks: int
@@ -168,9 +178,10 @@ class RanksRemaining:
 
 @dataclass(slots=True)
 class TurnEnded:
-    """The last answer of `session` has ended, and its next turn may come within `ttl_ns` (-1: nobody knows).
+    """The latest answer of `session` has ended.
 
-    kind: why it ended. "tool": the answer called a tool, whose result is the next turn. "user": a person writes next.
+    kind: what comes next. "tool": the answer called a tool, whose result is the next turn. "user": a person writes.
+    ttl_ns: the time within which the next turn is expected; -1 for unknown.
     """
 
     session: str
@@ -180,14 +191,14 @@ class TurnEnded:
 
 @dataclass(slots=True)
 class SessionEnded:
-    """No further turn of `session` comes."""
+    """`session` has no further turns."""
 
     session: str
 
 
 @dataclass(slots=True)
 class WeightsUpdated:
-    """The executor computes with weights of this version from now on, "" for those that it started with."""
+    """The executor uses weights of this version from now on; "" for those that it started with."""
 
     version: str
 
@@ -216,7 +227,7 @@ Event = (
 
 @dataclass(slots=True)
 class Load:
-    """Fill `pages` (int32[n]) with the KV of a request's tokens from `start` on, then send `KvLoaded`.
+    """Load the KV of a request's tokens from `start` on into `pages` (int32[n]), then send `KvLoaded`.
 
     state_slot: the slot for the recurrent states after the last of these tokens; -1 for a model without such layers.
     """
@@ -231,7 +242,8 @@ class Load:
 class Handover:
     """The KV of a request's first `tokens` tokens is in `pages` (int32[n]), held until `PagesReleased`.
 
-    `token` is the first token of its answer. `state_slot` holds the recurrent states after those tokens, -1 for none.
+    token: the first token of its answer.
+    state_slot: the slot with the recurrent states after those tokens; -1 for none.
     """
 
     number: int
@@ -243,9 +255,12 @@ class Handover:
 
 @dataclass(slots=True)
 class Store:
-    """The KV of a prompt's first tokens may go to the KV store: that of `tokens` (int32[n], from the root of
-    `namespace` on) is in `pages` (int32[n / page_size]), held until `PagesReleased(number)`. Numbers are below 0.
-    `state_slot` holds the recurrent states after the last of them, -1 for none.
+    """The KV of a cached prefix may be written to the KV store. Its pages are held until `PagesReleased(number)`.
+
+    number: the number of this offer, below 0.
+    tokens: int32[n], from the root of `namespace` on.
+    pages: int32[n / page_size], the pages of these tokens.
+    state_slot: the slot with the recurrent states after the last token; -1 for none.
     """
 
     number: int
@@ -256,13 +271,14 @@ class Store:
 
 
 KvMove = Load | Handover | Store
-"""What the scheduler wants done with the KV of some pages."""
+"""What the scheduler asks to be done with the KV of some pages."""
 
 
 @dataclass(slots=True)
 class Started:
-    """A request's first token follows: what the detokenizer needs to know of it. `output_ids` (int32[n]) is the part of
-    its answer that came with the request, which the client already has.
+    """What the detokenizer needs for a request whose first token follows.
+
+    output_ids: int32[n], the part of its answer that came with the request.
     """
 
     number: int
@@ -278,11 +294,17 @@ class Started:
 class Finish:
     """The end of one request. Each request ends exactly once.
 
-    `matched` is the token id or string that stopped it. `cause` and `message` say why it was aborted, in one word and
-    in one sentence; the server maps causes to HTTP statuses. Times are in nanoseconds on the monotonic clock, 0 where a
-    stage was never reached. `slo_targets` are the targets that it was served by. `vector` is that of the prompt
-    (raw float32), where the request asked for it. `draft_tokens` counts the drafts that were verified for it
-    (speculative decoding), `accepted_draft_tokens` those of them that were right.
+    Times are in nanoseconds on the monotonic clock, 0 where a stage was never reached.
+
+    matched: the token id or string that stopped it.
+    message: why it was aborted, in one sentence.
+    cause: why it was aborted, in one word; the server maps it to an HTTP status.
+    cached_tokens: prompt tokens found in the prefix cache at its first admission.
+    timings: how long each stage took.
+    slo_targets: the targets that it was served by.
+    vector: the prompt's vector as raw float32, if the request has `pooling`.
+    draft_tokens: drafts that were verified for it (speculative decoding).
+    accepted_draft_tokens: those of them that were right.
     """
 
     number: int
@@ -312,9 +334,11 @@ class Finish:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one token: its own and the `top` most likely ones, best first.
+    """The log-probability of one token, and the most likely tokens at its position.
 
-    `position` counts tokens of prompt and answer from 0; `token` is the token at that position.
+    position: counts tokens of prompt and answer from 0.
+    token: the token at that position.
+    top_tokens, top_logprobs: the most likely tokens, best first.
     """
 
     number: int
@@ -329,8 +353,11 @@ class TokenLogprobs:
 class TokenBatch:
     """The output of one step, in columns: output token `tokens[i]` belongs to request `numbers[i]`.
 
-    `numbers` is int64[n], `tokens` int32[n] and `hits` int32[n] (prompt tokens found in the cache at first
-    admission). A request may finish without a token in the same batch.
+    A request may finish without a token in the same batch.
+
+    numbers: int64[n].
+    tokens: int32[n].
+    hits: int32[n], prompt tokens found in the cache at the request's first admission.
     """
 
     numbers: Int64Array

@@ -1,8 +1,8 @@
-"""Frames on a stream of bytes, and what two ends that share a secret prove to each other.
+"""Frames on a stream of bytes, and mutual authentication of two ends that share a secret.
 
-A frame is its length (uint32, big-endian) and its content. Both ends send a first message with a number that is used
-once; a proof is an HMAC over both messages, so that no proof serves twice. From the same secret and messages follow the
-keys of a `Seal`, which signs what is sent afterwards.
+A frame is its length (uint32, big-endian) and its content. Each end sends a first message with a nonce. A proof is an
+HMAC over both messages, so it cannot be replayed. The keys of a `Seal`, which signs later messages, derive from the
+same secret and messages.
 """
 
 import hashlib
@@ -19,42 +19,43 @@ _NUMBER = struct.Struct(">Q")
 
 
 class HandshakeError(TokenyardError):
-    """The other end is none that one can talk to. Trying again is of no use where its settings are wrong."""
+    """The handshake with the other end failed. A retry does not help if its settings are wrong."""
 
     code = "handshake_failed"
 
 
 def frame(body: bytes) -> bytes:
-    """The content of a frame as it travels."""
+    """`body` as a frame: its length, then its bytes."""
     return LENGTH.pack(len(body)) + body
 
 
 def prove(secret: bytes, by: bytes, to: bytes, *, dialled: bool) -> bytes:
-    """The proof that the sender of the first message `by` knows the secret; `to` is the other end's first message.
+    """The proof (HMAC) that the sender of the first message `by` knows the secret.
 
-    dialled: whether the sender is the end that opened the connection, so that a proof cannot be sent back.
+    to: the other end's first message. dialled: whether the sender opened the connection; it enters the HMAC, so the
+    other end cannot reflect the proof.
     """
     return _digest(secret, b"dialled" if dialled else b"answered", by, to)
 
 
 class Frames:
-    """Cuts what a socket brings into frames. `max_frame_bytes` bytes are the largest frame that is taken now."""
+    """Splits received bytes into frames. `max_frame_bytes` is the largest frame accepted at present."""
 
     def __init__(self) -> None:
         self.max_frame_bytes = MAX_HELLO_BYTES
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add what has come."""
+        """Add received bytes."""
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The next whole frame, None while there is none. Raises HandshakeError for a length beyond the limit."""
+        """The content of the next whole frame; None if there is none. Raises HandshakeError for one over the limit."""
         if len(self._buffer) < LENGTH.size:
             return None
         size = LENGTH.unpack_from(self._buffer)[0]
         if size > self.max_frame_bytes:
-            raise HandshakeError(f"a frame of {size} bytes; at most {self.max_frame_bytes} are taken")
+            raise HandshakeError(f"received a frame of {size} bytes; at most {self.max_frame_bytes} are accepted")
         end = LENGTH.size + size
         if len(self._buffer) < end:
             return None
@@ -64,10 +65,10 @@ class Frames:
 
 
 class Seal:
-    """Signs the messages of one end of a connection, or checks them at the other end, in the order in which they go.
+    """Signs the messages that one end of a connection sends, or verifies them at the other end, in order.
 
-    The first messages and `dialled` are as in `prove`, those of the end that signs. A message that was changed, left
-    out, doubled or moved does not fit its tag.
+    The arguments are as in `prove`, for the end that signs. A message that was changed, dropped, repeated or reordered
+    fails verification.
     """
 
     def __init__(self, secret: bytes, by: bytes, to: bytes, *, dialled: bool) -> None:
@@ -75,14 +76,14 @@ class Seal:
         self._number = 0
 
     def close(self, body: bytes) -> bytes:
-        """The next message with its tag in front."""
+        """The next message, preceded by its tag."""
         return self._tag(body) + body
 
     def open(self, sealed: bytes) -> bytes:
-        """The next message without its tag. Raises HandshakeError if the tag does not fit."""
+        """The next message without its tag. Raises HandshakeError if the tag is wrong."""
         tag, body = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(body)):
-            raise HandshakeError("a message that the other end did not sign")
+            raise HandshakeError("received a message with a wrong signature")
         return body
 
     def _tag(self, body: bytes) -> bytes:

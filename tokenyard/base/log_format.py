@@ -7,7 +7,7 @@ from typing_extensions import override
 
 
 class TextFormatter(logging.Formatter):
-    """`[date time] message`, each on one line of its own, so text from a client cannot imitate a line of the log."""
+    """`[date time] message` on one line, with control characters escaped, so client text cannot forge a log line."""
 
     def __init__(self) -> None:
         super().__init__("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")

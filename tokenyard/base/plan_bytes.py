@@ -1,7 +1,7 @@
-"""A step plan as bytes: what the other ranks of a model compute a step from.
+"""Step plans as bytes, for the other ranks of a divided model.
 
-A header, then the plan's int32 columns one after the other, in the byte order of the machine, which all ranks share.
-Row starts are left out: they say how a row is sampled, and only the rank that schedules samples.
+The encoding is a header, then the plan's int32 columns in sequence, in the byte order of the machine, which all ranks
+share. It leaves out row starts, which state how a row is sampled: only the rank that schedules a row samples it.
 """
 
 import struct
@@ -22,7 +22,7 @@ _COLUMNS = (*_ROW_COLUMNS, "tokens", *_PAGE_COLUMNS, "window_ids", "state_copies
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Return a plan as bytes; its row starts are not among them."""
+    """Return a plan as bytes, without its row starts."""
     head = _HEAD.pack(
         *(plan.step, len(plan.pool_rows), len(plan.tokens), len(plan.page_ids), len(plan.window_ids)),
         len(plan.state_copies),
@@ -34,11 +34,11 @@ def encode_plan(plan: StepPlan) -> bytes:
 def decode_plan(data: bytes) -> StepPlan:
     """Return the plan in bytes of `encode_plan`; its columns are read-only views. Raises ValueError for other bytes."""
     if len(data) < _HEAD.size:
-        raise ValueError(f"a plan of {len(data)} bytes is cut off")
+        raise ValueError(f"a plan of {len(data)} bytes is truncated")
     step, rows, tokens, pages, windows, copies, decode_rows, verify_rows, num_steps, delayed = _HEAD.unpack_from(data)
     sizes = (rows,) * len(_ROW_COLUMNS) + (tokens,) + (pages,) * len(_PAGE_COLUMNS) + (windows, 2 * copies)
     if min(rows, tokens, pages, windows, copies) < 0 or len(data) != _HEAD.size + 4 * sum(sizes):
-        raise ValueError(f"a plan of {len(data)} bytes does not hold what its header says")
+        raise ValueError(f"a plan of {len(data)} bytes does not match its header")
     numbers, begin = np.frombuffer(data, np.int32, offset=_HEAD.size), 0
     columns: dict[str, Any] = {}
     for name, size in zip(_COLUMNS, sizes, strict=True):

@@ -10,8 +10,10 @@ from tokenyard.base.step_plan import StepPlan, StepResult, StepWork
 
 @dataclass(frozen=True, slots=True)
 class WindowGroup:
-    """Layers with a sliding window that keep KV in a pool of their own. window: tokens that a token sees there, its own
-    included. num_pages: usable pages of that pool, ids from 1 on; page 0 is padding.
+    """Sliding-window layers whose KV is in a separate pool.
+
+    window: tokens that a token attends to, itself included.
+    num_pages: usable pages of that pool, with ids from 1 on; page 0 is padding.
     """
 
     window: int
@@ -20,10 +22,14 @@ class WindowGroup:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What the rest of the system needs to know of a loaded model. `num_pages` counts usable pages of `page_size`
-    tokens; page 0 is the executor's own padding page and never given out, so ids run from 1 to `num_pages`. `kernels`
-    describes what computes the steps, for logs. adapter_bytes: what a LoRA adapter takes on the device, 0 where none
-    are served. windows: the layers that keep KV only for what their window reaches; None where all layers keep all.
+    """What the rest of the system needs to know of a loaded model.
+
+    page_size: tokens of a page.
+    num_pages: usable pages, with ids from 1 to `num_pages`; page 0 is padding and never allocated.
+    max_pool_rows: rows of the page table.
+    kernels: what computes the steps, for logs.
+    adapter_bytes: device memory of one LoRA adapter; 0 if none are served.
+    windows: the layers that keep KV for their window only; None if all layers keep KV of all tokens.
     """
 
     model: str
@@ -43,10 +49,12 @@ class ExecutorInfo:
 
 @dataclass(frozen=True, slots=True)
 class KvPieces:
-    """The addresses of the KV of some pages. addresses: int64[pages, pieces], in memory of `device`; each piece has
-    `nbytes`.
+    """The addresses of the KV of some pages.
 
-    The pieces of a page always come in the same order, so that they can be copied to those of another page or executor.
+    The pieces of a page are always in the same order, so they can be copied to those of another page or executor.
+
+    addresses: int64[pages, pieces], in memory of `device`.
+    nbytes: bytes of each piece.
     """
 
     addresses: Int64Array
@@ -69,23 +77,22 @@ class Executor(Protocol):
         """Wait for a launched step and return its result."""
 
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
-        """Make a grammar ready for rows that start; may take seconds and be called from several threads.
+        """Compile a grammar for rows that start. May take seconds; may be called from several threads.
 
-        `tokenizer` gives the text of tokenizer.json. Raises InvalidRequestError for a grammar that cannot be used.
+        `tokenizer` returns the text of tokenizer.json. Raises InvalidRequestError for a grammar that cannot be used.
         """
 
     def load_adapter(self, adapter: str, folder: str) -> None:
-        """Read a LoRA adapter into memory for rows that start; may take seconds and be called from a thread of its own.
+        """Read a LoRA adapter into memory for rows that start. May take seconds; may be called from another thread.
 
-        `adapter` is what requests name (`Request.lora`). Raises ConfigError, in one line, for one that cannot be
-        served.
+        `adapter` is the value of `Request.lora`. Raises ConfigError, in one line, for one that cannot be served.
         """
 
     def unload_adapter(self, adapter: str) -> None:
-        """Free the memory of an adapter that no row has any more; unknown ones are ignored."""
+        """Free the memory of an adapter that no row uses any more; unknown adapters are ignored."""
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Say where the KV of pages (int32[n]) lies, for transfer and stores. Steps in flight may still write it."""
+        """The addresses of the KV of pages (int32[n]), for transfer and stores. Steps in flight may still write it."""
 
     def close(self) -> None:
         """Release the device."""
@@ -93,17 +100,17 @@ class Executor(Protocol):
 
 @runtime_checkable
 class DistributedExecutor(Executor, Protocol):
-    """An executor whose model is divided among several processes. Raises DeviceLostError when one of them has gone."""
+    """An executor whose model is divided among several processes. Raises DeviceLostError when one of them has ended."""
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
-        """Call `tell`, from another thread, with the reason when a process has gone; it may end this one."""
+        """Call `tell` with the reason, from another thread, when a process has ended. `tell` may end this process."""
 
     def describe_ranks(self) -> list[dict[str, Any]]:
-        """What people should know of each process: tp_rank, pid, step (the latest), silent_s (since a heartbeat)."""
+        """The state of each process: tp_rank, pid, step (the latest), silent_s (since its last heartbeat)."""
 
 
 class BlockPool(Protocol):
-    """A KV pool to gather blocks from and to scatter them into, wherever it is."""
+    """A KV pool, in any memory, from which blocks are gathered and into which they are scattered."""
 
     @property
     def page_bytes(self) -> int:
@@ -121,11 +128,11 @@ class DeviceExecutor(Executor, Protocol):
     """An executor whose KV pool is not in this process's memory."""
 
     def device_blocks(self) -> BlockPool:
-        """Copies between the pool and host memory. Raises ConfigError where that cannot be."""
+        """Copies between the pool and host memory. Raises ConfigError if the executor does not support them."""
 
 
 class CostModel(Protocol):
-    """How long steps and copies take (`cost.LinearCost` and `cost.OnlineCost` implement it)."""
+    """Predicts how long steps and copies take. `cost.LinearCost` and `cost.OnlineCost` implement it."""
 
     @property
     def learns(self) -> bool:
@@ -138,30 +145,28 @@ class CostModel(Protocol):
         """Seconds to move `num_bytes` over a link ("host", "disk", "network")."""
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """Take in a measured step."""
+        """Update the model with a measured step."""
 
 
 class PrefixListener(Protocol):
-    """Called by the radix tree on each change, so that hit lengths of waiting requests stay right without matching
-    again.
-
-    Nodes are opaque to the listener except for their identity.
-    """
+    """Called by the radix tree on each change, so that hit lengths of waiting requests stay current without a match."""
 
     def inserted(self, parent: Any, node: Any) -> None:
-        """`node` became a new child of `parent`."""
+        """`node` is a new child of `parent`."""
 
     def split(self, upper: Any, lower: Any) -> None:
-        """`lower` was cut in two: `upper` is the new node above it and holds the front part of its tokens."""
+        """`lower` was split: `upper` is the new node above it and holds the front part of its tokens."""
 
     def evicted(self, node: Any) -> None:
-        """The leaf `node` left the tree."""
+        """The leaf `node` was removed from the tree."""
 
 
 class UsableListener(PrefixListener, Protocol):
-    """A PrefixListener that also hears when a row may begin behind more or less of a prefix than before, although the
-    tree has not changed: the token after a prefix needs more than the KV that the tree keeps.
+    """A PrefixListener that is also called when a different part of a prefix becomes usable while the tree is
+    unchanged.
+
+    The token after a prefix may need more than the KV in the tree: layers with a window need their window pages.
     """
 
     def usable_changed(self, pages: Int32Array) -> None:
-        """What the prefixes with `pages` (int32[n]) lack for that has come or gone."""
+        """What a row needs in addition to `pages` (int32[n]) of the tree was added or freed."""

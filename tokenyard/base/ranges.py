@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tokenyard.base.errors import ConfigError
 
 MAX_COUNT = 1e12
-"""Larger counts and levels are mistakes, and would overflow their columns."""
+"""Larger counts are mistakes and would overflow their columns."""
 
 MAX_SECONDS = 1e9
 ABOVE_ZERO = 1e-6
@@ -16,7 +16,7 @@ MAX_MS = 1e10
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """From `least` to `most`, or the special value `other` with the meaning `meaning`."""
+    """The numbers from `least` to `most`, and the special value `other`, which means `meaning`."""
 
     least: float
     most: float = MAX_COUNT

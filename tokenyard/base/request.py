@@ -15,7 +15,7 @@ Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 Pooling = Literal["", "last", "mean"]
-"""Which hidden states of a prompt make its vector: that of its last token, or the mean of all; "" for no vector."""
+"""How a prompt's vector is made: from the hidden state of its last token, or the mean of all; "" for no vector."""
 
 GREEDY_BELOW_TEMPERATURE = 1e-6
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
@@ -25,9 +25,10 @@ NO_TOKENS: Int32Array = np.empty(0, np.int32)
 class SamplingParams:
     """How tokens are chosen and when to stop. Field names follow SGLang's native API.
 
-    `top_k` is -1 for "all". `logit_bias` maps token id to an added logit. `seed` and the position of a token together
-    key its random number, so a resumed request samples the same tokens. `stop` strings are found by the detokenizer;
-    the scheduler sees only token ids.
+    top_k: -1 for all tokens.
+    stop: strings, which the detokenizer finds; the scheduler sees only token ids.
+    seed: keys a token's random number together with its position, so a resumed request samples the same tokens.
+    logit_bias: the value added to the logit of each token id.
     """
 
     max_new_tokens: int = 128
@@ -83,9 +84,9 @@ class SamplingParams:
 class TextOptions:
     """What the detokenizer needs to turn one request's tokens into text.
 
-    min_tokens: stop strings are looked for only in the text of later tokens. keep_ids: special tokens that stay in the
-    text when others are skipped, because they mark tool calls or reasoning. shown: of an answer that was begun
-    (`Request.output_ids`) the client has so many tokens, and gets the others first; -1 for all of them.
+    min_tokens: stop strings are searched only in the text of later tokens.
+    keep_ids: special tokens that stay in the text when others are skipped, because they mark tool calls or reasoning.
+    shown: how many tokens of `Request.output_ids` the client already has; the rest is delivered first. -1 for all.
     """
 
     skip_special_tokens: bool = True
@@ -99,9 +100,12 @@ class TextOptions:
 
 @dataclass(slots=True)
 class LogprobOptions:
-    """Which log-probabilities are requested. `prompt_from` is the first prompt position reported, -1 for none.
+    """Which log-probabilities are requested.
 
-    Those of `token_ids` are reported at each position as well, behind the `top` likeliest ones.
+    output: whether those of output tokens are.
+    top: how many of the likeliest tokens are reported at each position.
+    prompt_from: the first prompt position reported; -1 for none.
+    token_ids: further tokens reported at each position, after the `top` likeliest.
     """
 
     output: bool = False
@@ -130,10 +134,11 @@ def adapter_name(adapter: str) -> str:
 
 @dataclass(slots=True)
 class BootstrapInfo:
-    """Where the two halves of a request meet, one of which is prefilled and one decoded, by different engines.
+    """Links the two halves of a request under PD disaggregation: one engine prefills it, another one decodes it.
 
-    room: the name under which they meet. peer: host:port of the engine that prefills; "" for the half that goes there.
-    boot_id: of that engine's process, "" for any.
+    room: the name that both halves share.
+    peer: host:port of the engine that prefills; "" for the half that goes there.
+    boot_id: the boot id of that engine's process; "" for any.
     """
 
     room: str
@@ -145,21 +150,27 @@ class BootstrapInfo:
 class Request:
     """One generation request as the engine sees it.
 
-    `number` is unique in the engine and assigned by the submitter; a request with `sampling.n > 1` owns the numbers
-    `number .. number + n - 1`, one per answer. `prompt_ids` is int32[prompt length]. `lora` is its LoRA adapter, as
-    name and digest of its files (`name#digest`), "" for none; it and `cache_salt` divide the prefix cache into name
-    spaces. `arrival_ns` is the monotonic time at which the API saw the request; `deadline_ns` is counted from it.
-    `priority` None means "none given", which ranks lowest. `output_ids` is int32[n]: an answer that was begun elsewhere
-    or earlier and continues from there. It counts for limits, penalties, stops, seeds and usage as if it had been
-    generated here, but is not delivered again; such a request has one answer. `awaits_kv` holds it back (Gate.KV) until
-    a `KvAvailable` or `OpenGate` arrives for its KV, and `awaits_adapter` (Gate.ADAPTER) until its adapter has been
-    read. With `handover` it ends with its first token, and its pages are held for a reader outside until
-    `PagesReleased`. `grammar` is the grammar that the answer must follow, as Lark text; "" for none. `kv` is the other
-    half of a request that comes in two. With `pooling` the vector of the prompt is the answer, and `max_new_tokens` is
-    0. `prediction` (int32[n]) is what the client expects of the answer, from which drafts may come; it changes no
-    answer. `session` is the conversation that the request is a turn of, "" for none, and `turn` its place there,
-    counted from 0; a session belongs to its tenant. `age_ns` is how old the request was at `arrival_ns`, as a router in
-    front has measured it.
+    number: unique in the engine, assigned by the submitter. A request with `sampling.n > 1` owns the numbers
+        `number .. number + n - 1`, one per answer.
+    prompt_ids: int32[prompt length].
+    arrival_ns: the monotonic time at which the API received the request.
+    priority: None for none given, which ranks lowest.
+    deadline_ns: counted from `arrival_ns`; None for none.
+    cache_salt, lora: divide the prefix cache into namespaces. `lora` is the LoRA adapter, as name and digest of its
+        files (`name#digest`), "" for none.
+    grammar: the grammar that the answer must follow, as Lark text; "" for none.
+    output_ids: int32[n], an answer that was begun earlier or elsewhere and continues from there. It counts for limits,
+        penalties, stops, seeds and usage as if it had been generated here, but is not delivered again. Such a request
+        has one answer.
+    awaits_kv: hold it back (Gate.KV) until a `KvAvailable` or `OpenGate` arrives for its KV.
+    awaits_adapter: hold it back (Gate.ADAPTER) until its adapter has been read.
+    handover: it ends with its first token; its pages are held for a reader outside until `PagesReleased`.
+    kv: the link to its other half under PD disaggregation.
+    pooling: the prompt's vector is the answer, and `max_new_tokens` is 0; "" for a generated answer.
+    prediction: int32[n], what the client expects of the answer, as a source of drafts. It changes no answer.
+    session: the conversation that the request is a turn of, "" for none. A session belongs to its tenant.
+    turn: its index in the session, from 0.
+    age_ns: the age of the request at `arrival_ns`, as measured by a router.
     """
 
     number: int
@@ -196,5 +207,5 @@ class Request:
 
     @property
     def namespace(self) -> str:
-        """Name space of the prefix cache; requests in different ones never share KV."""
+        """The namespace of the prefix cache. Requests in different namespaces never share KV."""
         return f"{self.lora}\x00{self.cache_salt}" if self.lora or self.cache_salt else ""

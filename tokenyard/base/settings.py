@@ -26,7 +26,7 @@ ANY_TENANT = "*"
 
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    """Share and limits of one tenant; the settings of "*" are for all tenants that are not named.
+    """Share and limits of one tenant. The settings of "*" apply to all tenants that are not named.
 
     A tenant may borrow more of the KV pool than its `kv_share` while others leave it free; borrowers are preempted when
     the owner needs its share.
@@ -60,8 +60,8 @@ class TenantSettings:
 class SharedSettings:
     """The settings that the command line and the core share. Names and defaults follow SGLang's flags where they exist.
 
-    How headroom, victims, levels and targets work is explained in `policy/`: headroom.py, victim.py, levels.py,
-    deadline.py.
+    `policy/` explains headroom (headroom.py), retraction (retraction.py), service levels (service_levels.py) and
+    targets (slo_targets.py, deadline.py).
     """
 
     page_size: int = setting(1, "device", "tokens in one KV page", POSITIVE_COUNT, aliases=("--block-size",))
@@ -268,7 +268,7 @@ class SharedSettings:
 class SchedulerSettings(SharedSettings):
     """The settings of the scheduler core. `context_length` and `max_in_flight` follow from the model and device.
 
-    `dp_size` schedulers keep the limits of tenants together; all other limits are this scheduler's own.
+    `dp_size` schedulers share the limits of tenants; all other limits are per scheduler.
     """
 
     context_length: int = setting(2048, "", "most tokens of prompt and answer together")

@@ -1,6 +1,6 @@
-"""Plans, which say what the executor does in one step, and its results.
+"""Step plans, which state what the executor does in one step, and their results.
 
-A `StepPlan` crosses the process or rank boundary as numpy columns; the executor turns it into tensors.
+A `StepPlan` crosses rank boundaries as numpy columns; the executor turns it into tensors.
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ from tokenyard.base.request import (
 )
 
 LAST_SAMPLED = -1
-"""In `StepPlan.tokens`: the token this pool row sampled last, which may be only on the device yet."""
+"""In `StepPlan.tokens`: the token that this pool row sampled last, which may still be on the device only."""
 
 DRAFT = -2
-"""In `StepPlan.tokens`: the next draft of this pool row (speculative decoding), which only the executor knows."""
+"""In `StepPlan.tokens`: the next draft of this pool row (speculative decoding), which the executor fills in."""
 
 
 NO_STATE_COPIES: Int32Array = np.empty((0, 2), np.int32)
@@ -29,14 +29,15 @@ NO_STATE_COPIES: Int32Array = np.empty((0, 2), np.int32)
 
 @dataclass(slots=True)
 class RowStart:
-    """A request takes (or takes again, after it was retracted) a pool row; sent with the first plan that uses it.
+    """A request is admitted, for the first time or after a retraction. Sent with the first plan that uses its pool row.
 
-    `known_ids` is int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens. grammar: the
-    grammar that the answer must follow, which `Executor.compile_grammar` has compiled; "" for none. pooling: how the
-    vector of the prompt is made, which the step that completes the prompt gives; "" for none. prediction: int32[n],
-    what the client expects of the answer, for drafts. lora, slot: the row's adapter (`Request.lora`) and the slot in
-    which it is while the row has its place, from 1 on; "" and 0 for none. The executor brings the adapter there before
-    the step if another one is in it.
+    known_ids: int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens.
+    grammar: the grammar that the answer must follow, compiled by `Executor.compile_grammar`; "" for none.
+    pooling: how the prompt's vector is made, which the step that completes the prompt returns; "" for none.
+    prediction: int32[n], what the client expects of the answer, for drafts.
+    lora: the row's adapter (`Request.lora`); "" for none.
+    slot: the adapter's slot while the row is admitted, from 1 on; 0 for none. If another adapter is in it, the executor
+        loads this one before the step.
     """
 
     pool_row: int
@@ -53,23 +54,29 @@ class RowStart:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step of the model over some rows. All columns have one entry per row and keep the same order.
+    """One step of the model over n rows: first decoding rows, then verifying rows, then prefill chunks.
 
-    pool_rows: int32[n], row of ReqToTokenPool, which is also the executor's row. epochs: int32[n], the row's epoch when
-    planned; a result with another epoch is dropped. starts: int32[n], position of the first token computed. counts:
-    int32[n], tokens computed, at least 1. samples: int32[n], at how many of its last positions a row samples: 0 for a
-    chunk that is not the last, 1 for one token, 1 + k for k drafts to verify. tokens: int32[sum(counts)], input token
-    ids row after row; LAST_SAMPLED or DRAFT where only the device knows. page_rows, page_columns, page_ids: int32[m],
-    writes page_table[row, column] = page, done before the step. row_starts: rows that change owner with this plan, done
-    before anything else. decode_rows: how many rows at the front compute one sampled token each (FutureMap rows).
-    verify_rows: how many rows after those compute their last sampled token and drafts; the rest are chunks.
-    delay_sampling: launch runs the model only and `Executor.sample` follows (a grammar must see the last token).
-    num_steps: steps of a multi-step plan, which only decodes; each is one position further, with the token that the one
-    before sampled. The page writes are those of all steps, and the result's tokens come step after step.
-    adapter_loads: how many adapters the rows that start bring to slots where they are not yet. window_ids: int32[m],
-    what the same writes put into the page table of the layers with a window (`ExecutorInfo.windows`), 0 for nothing;
-    int32[0] without such a group. state_copies: int32[k, 2], from which slot to which the recurrent states are copied
-    before the step; int32[0, 2] for a model without such layers.
+    pool_rows: int32[n], rows of ReqToTokenPool, which are also the executor's rows.
+    epochs: int32[n], each row's epoch when planned. The result of a row whose epoch has changed is dropped.
+    starts: int32[n], position of the first token computed.
+    counts: int32[n], tokens computed, at least 1.
+    samples: int32[n], at how many of its last positions a row samples: 0 for a chunk that is not the last, 1 for one
+        token, 1 + k for k drafts to verify.
+    tokens: int32[sum(counts)], input token ids row after row; LAST_SAMPLED or DRAFT for tokens on the device.
+    page_rows, page_columns, page_ids: int32[m], writes page_table[row, column] = page, done before the step.
+    row_starts: rows that change owner with this plan, done before the page writes.
+    decode_rows: how many rows at the front compute one sampled token each (FutureMap rows).
+    verify_rows: how many rows after those compute their last sampled token and drafts.
+    delay_sampling: `launch` runs the model without sampling and `Executor.sample` follows, because a grammar needs the
+        last token.
+    num_steps: steps of a multi-step plan, in which all rows decode. Each step is one position further and takes the
+        token that the step before sampled. The page writes are those of all steps; the result's tokens are in order of
+        steps.
+    adapter_loads: how many adapters the executor loads into slots for the rows that start.
+    window_ids: int32[m], the same writes for the page table of the layers with a window (`ExecutorInfo.windows`), 0 for
+        no page; int32[0] without such a group.
+    state_copies: int32[k, 2], source and target slot of each copy of recurrent states before the step; int32[0, 2] for
+        a model without such layers.
     """
 
     step: int
@@ -133,10 +140,12 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RowLogprobs:
-    """Log-probabilities that one plan row asked for.
+    """The log-probabilities that the request in one plan row asks for.
 
-    tokens, logprobs: one entry per reported position, from `position` upwards; the last one is the sampled token's if
-    the row sampled. top_tokens and top_logprobs hold `top` entries per position, best first.
+    index: the row's index in the plan.
+    position: the first reported position.
+    tokens, logprobs: one entry per reported position; the last one is the sampled token's if the row sampled.
+    top_tokens, top_logprobs: for each position the likeliest tokens, best first.
     """
 
     index: int
@@ -149,17 +158,21 @@ class RowLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one plan. `seconds` is the time the device worked on it.
+    """The result of one plan over n rows.
 
-    tokens: int32[n], -1 where the plan row sampled nothing (int32[num_steps * n] of a multi-step plan). accepted:
-    int32[n], how many tokens each row yields, from 0 for a chunk that is not the last to its `samples`; then `tokens`
-    is int32[sum(accepted)], row after row. None: one for each row with a token in `tokens`. A row that verifies drafts
-    yields those that its own samples confirm, and the sample after them. drafted: int32[n], how many drafts the
-    executor has ready for each row's next step; None: it drafts for no row. chances: int32[n], in thousandths, how
-    likely a row's next draft is right if those before it are; None: unknown. ended: bool[n], whether a row's grammar
-    is complete after its last token; None: no row's. failures: rows (by place in the plan) that cannot continue, with
-    the reason. vectors: those of prompts that were wanted and are complete, by place in the plan, as raw float32.
-    nan_rows: places in the plan of rows whose logits were NaN, so that their tokens mean nothing.
+    tokens: int32[n], -1 for a row that sampled nothing; int32[num_steps * n] for a multi-step plan;
+        int32[sum(accepted)] row after row if `accepted` is given.
+    seconds: the time that the device worked on the step.
+    failures: rows (by index in the plan) that cannot continue, with the reason.
+    accepted: int32[n], how many tokens each row yields: 0 for a chunk that is not the last, at most its `samples`. A
+        row that verifies drafts yields those that its own samples confirm, and the sample after them. None: one for
+        each row with a token in `tokens`.
+    drafted: int32[n], how many drafts the executor has for each row's next step; None if it drafts for no row.
+    chances: int32[n], in thousandths, the probability that a row's next draft is right if those before it are; None for
+        unknown.
+    ended: bool[n], whether a row's grammar is complete after its last token; None for no row.
+    vectors: the requested vectors of completed prompts as raw float32, by index in the plan.
+    nan_rows: indices in the plan of rows whose logits were NaN; their tokens are meaningless.
     """
 
     step: int
@@ -179,10 +192,14 @@ class StepResult:
 class StepWork:
     """The work of one step as the few sums that its time depends on (see `cost.linear`).
 
-    tokens: all tokens computed. rows: all rows. decode_rows: rows that decode, with drafts to verify or without.
-    decode_context: KV tokens read by those rows. verify_tokens: tokens of rows that verify drafts. prefill_tokens:
-    tokens of chunks. chunk_area: sum over chunks of x * (prefix + x / 2). adapter_loads: LoRA adapters that are brought
-    to slots of the device.
+    tokens: all tokens computed.
+    rows: all rows.
+    decode_rows: rows that decode, with or without drafts to verify.
+    decode_context: KV tokens read by those rows.
+    prefill_tokens: tokens of chunks.
+    chunk_area: sum over chunks of x tokens of x * (prefix + x / 2).
+    verify_tokens: tokens of rows that verify drafts.
+    adapter_loads: LoRA adapters loaded into slots of the device.
     """
 
     tokens: int = 0
@@ -195,7 +212,7 @@ class StepWork:
     adapter_loads: int = 0
 
     def add_chunk(self, prefix: int, tokens: int) -> None:
-        """Add a prefill chunk of `tokens` after `prefix` tokens already in the cache."""
+        """Add a prefill chunk of `tokens` after `prefix` tokens that have KV already."""
         self.tokens += tokens
         self.rows += 1
         self.prefill_tokens += tokens

@@ -1,4 +1,4 @@
-"""Timings of single requests: how long each stage took, what delayed it, which requests started before it."""
+"""Timings of single requests: how long each stage took, what delayed it, which requests were admitted before it."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,26 +26,31 @@ AbortCause = Literal[
 """Why a request was aborted, as one word; "" for one that was not.
 
 invalid, too_long: it could never be served. queue_full, tenant_limit, displaced, queue_timeout, run_timeout, overdue,
-no_memory: the scheduler refused it or gave it up. cancelled: it was cancelled by a call. paused: the engine was paused
-in the mode `abort`. client_gone, slow_reader: its client disconnected, or read too slowly. draining: the server shuts
-down. failed: a step or the scheduler failed.
+no_memory: the scheduler refused or ended it. cancelled: a call cancelled it. paused: the engine was paused in mode
+`abort`. client_gone, slow_reader: its client disconnected, or read too slowly. draining: the server shuts down.
+failed: a step or the scheduler failed.
 """
 
 
 @dataclass(slots=True)
 class RequestTimings:
-    """The stages of one request in the scheduler. Times are in nanoseconds and add up to its age.
+    """The stages of one request in the scheduler. Times are in nanoseconds; all but `inverted_ns` add up to its age.
 
-    queue_ns: waiting for its first place. loading_ns: in place, while its KV was loaded from elsewhere. prefill_ns: in
-    place, before its first token. decode_ns: in place after that. requeued_ns: waiting again after a retraction.
-    recompute_ns: recomputing after a retraction, after its first token. paused_ns: held back while it or the whole
-    engine was paused. inverted_ns: the part of its waiting in which a less urgent request had a place
-    (scheduler/priority_inversion.py).
-
-    prefill_chunks: chunks planned. preemptions, page_shortages, pauses: how often it lost its place to a more urgent
-    request, for lack of pages, or to a pause. recomputed_tokens: tokens computed more than once because of these.
-    waiting_ahead, admitted_ahead: requests that waited and that had a place when it arrived. policy, overtaking: the
-    order of the queue and its stated bound on overtaking when it got its first place.
+    queue_ns: waiting for its first admission.
+    loading_ns: admitted, while its KV is loaded.
+    prefill_ns: admitted, before its first token.
+    decode_ns: admitted, after its first token.
+    requeued_ns: waiting again after a retraction.
+    recompute_ns: recomputing after a retraction that followed its first token.
+    paused_ns: held back while it or the whole engine was paused.
+    inverted_ns: the part of its waiting in which a less urgent request was admitted (scheduler/priority_inversion.py).
+    prefill_chunks: chunks planned.
+    preemptions: how often it was preempted for a more urgent request.
+    page_shortages: how often it was retracted for lack of pages.
+    pauses: how often it was retracted by a pause.
+    recomputed_tokens: tokens computed more than once because of these.
+    waiting_ahead, admitted_ahead: requests that waited, and that were admitted, when it arrived.
+    policy, overtaking: the policy, and its stated bound on overtaking, when it was first admitted.
     """
 
     queue_ns: int = 0
@@ -77,8 +82,9 @@ class RequestTimings:
 class SloTargets:
     """The targets of a request in nanoseconds, 0 for none: its own, or else those of its class.
 
-    ttft_ns: from arrival to the first token. tpot_ns: every further token, on average. deadline_ns: from arrival to the
-    end, for requests with a deadline, which replaces the class's ttft.
+    ttft_ns: from arrival to the first token.
+    tpot_ns: every further token, on average.
+    deadline_ns: from arrival to the end of the answer. A deadline replaces the class's ttft.
     """
 
     ttft_ns: int = 0
@@ -88,9 +94,11 @@ class SloTargets:
 
 @dataclass(slots=True)
 class AdmittedRequests:
-    """Requests that got their first place while another one waited for its own.
+    """Requests that were first admitted while another one waited for its first admission.
 
-    tokens: prompt tokens that they had to compute. numbers: the latest of them, oldest first.
+    requests: how many.
+    tokens: prompt tokens that they had to compute.
+    numbers: the latest of them, oldest first.
     """
 
     requests: int = 0

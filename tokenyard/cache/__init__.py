@@ -1,4 +1,4 @@
-"""Owners of KV pages: the prefix tree, the free pages and the rows of running requests."""
+"""KV pages: the prefix tree, the free pages and the page table of admitted requests."""
 
 from tokenyard.cache.allocator import OutOfPages, PageAllocator
 from tokenyard.cache.eviction import EVICTION_POLICIES

@@ -6,14 +6,13 @@ from tokenyard.base import Int32Array
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free; evict first."""
+    """More pages were requested than are free; evict first."""
 
 
 class PageAllocator:
-    """Hands out page ids 1 to `num_pages`. Page 0 is padding and never given out.
+    """Allocates page ids 1 to `num_pages`. Page 0 is padding and never allocated.
 
-    Free ids lie on a preallocated int32 stack, so taking and giving back cost time in the pages moved, not in the size
-    of the pool.
+    Free ids are on a preallocated int32 stack, so `alloc` and `free` cost O(pages moved), not O(pool).
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -27,17 +26,17 @@ class PageAllocator:
     def alloc(self, n: int) -> Int32Array:
         """Take `n` pages: int32[n], owned by the caller. Raises OutOfPages, and takes nothing, if fewer are free."""
         if not 0 <= n <= self.available:
-            raise OutOfPages(f"{n} pages asked for, {self.available} of {self.num_pages} free; evict first")
+            raise OutOfPages(f"{n} pages requested, {self.available} of {self.num_pages} free; evict first")
         top = self.available
         self.available = top - n
         return self._stack[top - n : top][::-1].copy()
 
     def free(self, pages: Int32Array) -> None:
-        """Give `pages` (int32[n]) back. Raises ValueError if that makes more free pages than there are."""
+        """Return `pages` (int32[n]). Raises ValueError if more pages would be free than the pool has."""
         top = self.available + len(pages)
         if top > self.num_pages:
-            raise ValueError(f"{len(pages)} pages freed on top of {self.available} free of {self.num_pages}")
-        # Backwards, as `alloc` reads, so that pages come out again in the order in which they were held.
+            raise ValueError(f"{len(pages)} pages freed while {self.available} of {self.num_pages} are free")
+        # Reversed, as `alloc` reads, so that pages are allocated again in the order in which they were held.
         self._stack[self.available : top] = pages[::-1]
         self.available = top
 
@@ -47,7 +46,7 @@ class PageAllocator:
         self.available = self.num_pages
 
     def check(self) -> None:
-        """Raise AssertionError if a page was freed twice or is out of range. Costs time in all free pages."""
+        """Raise AssertionError if a page was freed twice or is out of range. O(free pages); for tests."""
         free = self._stack[: self.available]
         if self.available and not (free.min() >= 1 and free.max() <= self.num_pages):
             raise AssertionError(

@@ -8,9 +8,10 @@ from tokenyard.base import ConfigError
 from tokenyard.cache.tree_node import TreeNode
 
 EvictionPolicy = Callable[[TreeNode], int]
-"""A node's rank: the leaf with the smallest one is evicted first. No two leaves may share a rank. Ranks made of
-`last_access_tick` or `creation_tick` are unique, because each tick of the tree stamps one path, and one path ends in
-one leaf.
+"""Maps a node to its rank: the leaf with the smallest rank is evicted first. No two leaves may share a rank.
+
+Ranks made of `last_access_tick` or `creation_tick` are unique, because each tick of the tree stamps one path, and one
+path ends in one leaf.
 """
 
 SLRU_PROTECTED_HITS = 1
@@ -98,7 +99,7 @@ class EvictionQueue:
         return sum(map(len, self._ranks))
 
     def push(self, node: TreeNode) -> None:
-        """Make `node` evictable; if it already is, rank it anew."""
+        """Make `node` evictable; update its rank if it already is."""
         if node.eviction_rank is not None:
             self.discard(node)
         node.eviction_rank = eviction_rank = self._policy(node)
@@ -111,7 +112,7 @@ class EvictionQueue:
             self._divide(bucket)
 
     def discard(self, node: TreeNode) -> None:
-        """Make `node`, which must be in the queue, not evictable."""
+        """Remove `node`, which must be in the queue."""
         assert node.eviction_rank is not None
         bucket = bisect_right(self._bounds, node.eviction_rank)
         ranks = self._ranks[bucket]
@@ -130,11 +131,11 @@ class EvictionQueue:
         return chain.from_iterable(self._leaves)
 
     def check(self) -> None:
-        """Raise AssertionError if a leaf is out of place or a bucket out of size. Walks all leaves; for tests."""
+        """Raise AssertionError if a leaf is out of order or a bucket has a wrong size. Walks all leaves; for tests."""
         ranks = [eviction_rank for bucket in self._ranks for eviction_rank in bucket]
         leaves = [leaf for bucket in self._leaves for leaf in bucket]
         assert [leaf.eviction_rank for leaf in leaves] == ranks, "a leaf is filed under another rank"
-        assert [self._policy(leaf) for leaf in leaves] == ranks, "a leaf was not ranked anew"
+        assert [self._policy(leaf) for leaf in leaves] == ranks, "a leaf's rank is outdated"
         assert all(low < high for low, high in pairwise(ranks)), "ranks are not in order"
         assert all(len(bucket) <= _BUCKET for bucket in self._ranks), "a bucket is too long"
         assert len(self._ranks) <= 1 or min(map(len, self._ranks)) >= _FEW, "a bucket is too short"
@@ -147,7 +148,7 @@ class EvictionQueue:
         self._bounds.insert(bucket, self._ranks[bucket + 1][0])
 
     def _merge(self, bucket: int) -> None:
-        """Join a bucket with the next one, so that buckets never become many and tiny."""
+        """Join a bucket with the next one, so that there are never many tiny buckets."""
         self._ranks[bucket] += self._ranks.pop(bucket + 1)
         self._leaves[bucket] += self._leaves.pop(bucket + 1)
         del self._bounds[bucket]

@@ -16,16 +16,17 @@ from tokenyard.base.request import adapter_name, adapter_of
 from tokenyard.cache.tree_node import TOKEN_BYTES, TOKEN_DTYPE, TreeNode
 
 HASH_BYTES = 8
-"""Not the digests of `base.blocks`: consumers take a hash per page, and whole numbers of 64 bits only."""
+"""Not the digests of `base.blocks`: consumers expect one 64-bit integer per page."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks can be reused from now on: the first follows `parent_hash`, each other one the block before
-    it.
+    """Consecutive blocks entered the cache: the first follows `parent_hash`, each other one the block before it.
 
-    `token_ids` is int32[len(hashes) * page_size], the tokens block after block. Blocks at the start of a prompt follow
-    none: their `parent_hash` is None. namespace: that of the prompts (see `Request.namespace`), "" for the common one.
+    hashes: the blocks.
+    parent_hash: the block before the first; None at the start of a prompt.
+    token_ids: int32[len(hashes) * page_size], the tokens block after block.
+    namespace: that of the prompts (see `Request.namespace`), "" for the default one.
     """
 
     hashes: list[int]
@@ -54,7 +55,7 @@ KvRecord = dict[str, Any]
 """An event in the wire form of vLLM and SGLang: its fields by name, and its own name under `type`."""
 
 DEVICE = "GPU"
-"""What both call the memory that the model runs from, whatever it is."""
+"""The name in both engines' events for the memory that the model runs from, on any device."""
 
 
 def kv_record(event: KvEvent) -> KvRecord:
@@ -80,7 +81,7 @@ def kv_record(event: KvEvent) -> KvRecord:
 
 
 def _extra_keys(event: BlocksStored, adapter: str, salt: str) -> list[list[str] | None]:
-    """What the hash of each block covers beside tokens, as vLLM has it: the salt in a prompt's first block alone."""
+    """What the hash of each block covers in addition to tokens, as in vLLM: the salt only in a prompt's first block."""
     own = [adapter] if adapter else []
     first = [*own, salt] if event.parent_hash is None else own
     return [first or None, *[own or None] * (len(event.hashes) - 1)]
@@ -117,7 +118,7 @@ class KvEventLog:
         self._events.append(self._stored(node, before, namespace))
 
     def split(self, upper: Any, lower: Any) -> None:
-        """Divide the hashes between both halves; no block enters or leaves."""
+        """Divide the hashes between both halves. Emits no event."""
         hashes = self._hashes[lower]
         self._hashes[upper] = hashes[: len(upper.pages)]
         self._hashes[lower] = hashes[len(upper.pages) :]
@@ -131,7 +132,7 @@ class KvEventLog:
         self._events = [BlocksCleared()]
 
     def snapshot(self, nodes: Iterable[Any]) -> list[KvEvent]:
-        """All `nodes` of the tree, parents first, as if the cache had been empty and they were stored now."""
+        """Events that build all `nodes` of the tree, parents first, from an empty cache."""
         events: list[KvEvent] = [BlocksCleared()]
         for node in nodes:
             if node.parent is not None:

@@ -9,7 +9,7 @@ from tokenyard.cache.tree_node import NO_PAGES, TreeNode
 
 
 class NoCache:
-    """The methods of `RadixCache` for a cache that is always empty. With `enabled` False the caller keeps all pages."""
+    """The methods of `RadixCache` for a cache that is always empty. The caller keeps ownership of all pages."""
 
     enabled = False
     evictable_pages = 0

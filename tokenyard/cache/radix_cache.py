@@ -35,7 +35,7 @@ class MatchResult:
 class InsertResult:
     """The node at the end of an inserted key, and how many of the key's tokens the tree held before.
 
-    The caller keeps the pages that it gave for those tokens; the tree owns the others.
+    The caller still owns the pages it passed for those tokens; the tree owns the others.
     """
 
     node: TreeNode
@@ -50,10 +50,10 @@ class RadixCache:
     tree, unless it is locked.
 
     eviction_policy: a name of `EVICTION_POLICIES`; ConfigError otherwise. `match`, `insert` and the end of a lock
-    refresh a node's last access. For lfu and slru, a hit is a call of `record_hit` (a request was admitted), because a
-    blocked request may match in every step. Under priority, a larger number stays longer. enable_kv_events: keep a log
-    of blocks stored and removed, which grows until `drain_events` is called. listeners: called on every change (see
-    PrefixListener); clearing the tree evicts node by node, children first.
+        refresh a node's last access. For lfu and slru, a hit is a call of `record_hit` (a request was admitted),
+        because a blocked request may match in every step. Under priority, a larger number stays longer.
+    enable_kv_events: keep a log of blocks stored and removed, which grows until `drain_events` is called.
+    listeners: called on every change (see PrefixListener). Clearing the tree evicts node by node, children first.
     """
 
     enabled = True
@@ -82,7 +82,7 @@ class RadixCache:
     def match(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> MatchResult:
         """The longest prefix of `key` in the tree, at most `max_tokens`, in whole pages; the root if there is none.
 
-        A node that agrees only in part is split there. Refreshes the last access of the path, locks nothing.
+        Splits a node that matches in part. Refreshes the last access of the path; locks nothing.
         """
         end = len(key) if max_tokens is None else min(len(key), max_tokens * TOKEN_BYTES)
         self._tick += 1
@@ -92,8 +92,9 @@ class RadixCache:
         return MatchResult(node, node.depth_tokens)
 
     def find(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> MatchResult:
-        """The tokens that `match` would find, without any change to the tree, and the node in whose run they end. The
-        run may go on behind them.
+        """The tokens that `match` would find, without any change to the tree, and the node in whose run they end.
+
+        The run may be longer than the match.
         """
         node = self._roots.get(namespace) or TreeNode(None)
         size = self._page_bytes
@@ -132,20 +133,19 @@ class RadixCache:
         return self._insert(self._root(namespace), key, pages, priority)
 
     def extend(self, node: TreeNode, key_suffix: bytes, pages_suffix: Int32Array, priority: int = 0) -> InsertResult:
-        """`insert` for a key that continues below `node`, which the caller has locked; counts tokens of the suffix
-        only.
+        """`insert` for a key that continues below `node`, which the caller has locked.
 
-        Costs time in the suffix alone, so a long prompt that is inserted chunk by chunk is compared once. Raises
-        ValueError if `node` is not locked.
+        The result counts tokens of the suffix only. The cost is O(suffix), so a long prompt that is inserted chunk by
+        chunk is compared once. Raises ValueError if `node` is not locked.
         """
         if not node.locked:
             raise ValueError("extend needs a locked node; call lock(node) first")
         return self._insert(node, key_suffix, pages_suffix, priority)
 
     def lock(self, node: TreeNode) -> None:
-        """Keep the pages from the root to `node` in the tree until as many calls of `unlock`.
+        """Keep the pages from the root to `node` in the tree until an equal number of calls of `unlock`.
 
-        Each node counts its locked children, so the cost is the length of the part of the path that was not locked yet.
+        Each node counts its locked children, so the cost is the length of the part of the path that was not locked.
         """
         newly = not node.locked
         node.lock_ref += 1
@@ -187,7 +187,7 @@ class RadixCache:
             self._queue.push(node)
 
     def evict(self, num_pages: int) -> Int32Array:
-        """Take exactly min(num_pages, evictable_pages) pages out of the tree and return their ids.
+        """Remove exactly min(num_pages, evictable_pages) pages from the tree and return their ids (int32).
 
         Leaves go in the order of the eviction policy; the last one loses only the tail that is needed.
         """
@@ -203,7 +203,7 @@ class RadixCache:
         return np.concatenate(taken)
 
     def evict_namespaces(self, wanted: Callable[[str], bool]) -> Int32Array:
-        """Take the pages of all namespaces that are `wanted` out of the tree, if not locked; returns their ids."""
+        """Remove the pages of all `wanted` namespaces that are not locked; returns their ids (int32)."""
         taken = [NO_PAGES]
         for root in [root for root in self._roots.values() if wanted(root.namespace)]:
             for node in reversed(list(self.nodes(root))):
@@ -227,7 +227,7 @@ class RadixCache:
         return [] if self._events is None else self._events.drain()
 
     def snapshot_events(self) -> list[KvEvent]:
-        """Events that tell of the whole tree as it is; an empty list unless KV events are enabled."""
+        """Events that build the current tree from an empty cache; an empty list unless KV events are enabled."""
         return [] if self._events is None else self._events.snapshot(self.nodes())
 
     def check(self) -> None:
@@ -261,11 +261,11 @@ class RadixCache:
             assert node.depth_tokens == node.parent.depth_tokens + len(node.pages) * self.page_size, "depth is off"
 
     def roots(self) -> Iterator[TreeNode]:
-        """The root of each namespace, in the order in which they came; to look at, not to change."""
+        """The root of each namespace, in order of creation. Callers must not change them."""
         return iter(self._roots.values())
 
     def eviction_candidates(self, num_pages: int) -> list[TreeNode]:
-        """The leaves that `evict(num_pages)` would begin with, first one first; nothing is changed."""
+        """The leaves that `evict(num_pages)` would take pages from, in order, without any change to the tree."""
         leaves = []
         for leaf in self._queue.in_order():
             if num_pages <= 0:
@@ -275,8 +275,9 @@ class RadixCache:
         return leaves
 
     def nodes(self, *roots: TreeNode) -> Iterator[TreeNode]:
-        """Every node (below `roots` if any are given), parents first; not recursive, because chains get deeper than
-        Python's recursion limit.
+        """Every node (below `roots` if any are given), parents first.
+
+        Not recursive, because chains can be deeper than Python's recursion limit.
         """
         stack = list(roots or self._roots.values())
         while stack:
@@ -293,7 +294,7 @@ class RadixCache:
         return root
 
     def _sweep_roots(self) -> None:
-        """Drop unused roots; salts that are never seen again would fill the memory otherwise."""
+        """Drop unused roots; otherwise salts that are used once would fill the memory."""
         self._roots = {name: r for name, r in self._roots.items() if r.children or r.locked or r.tag is not None}
         self._sweep_at = max(_MIN_ROOTS_TO_SWEEP, 2 * len(self._roots))
 
@@ -341,8 +342,9 @@ class RadixCache:
         return InsertResult(node, present // TOKEN_BYTES)
 
     def _raise_priority(self, node: TreeNode, priority: int) -> None:
-        """Raise the priority of `node` and its parents. A parent's is at least its children's, so the first high one
-        ends it.
+        """Raise the priority of `node` and its ancestors.
+
+        A parent's priority is at least its children's, so the loop ends at the first ancestor that is high enough.
         """
         while node.parent is not None and node.priority < priority:
             node.priority = priority
@@ -362,8 +364,9 @@ class RadixCache:
         return node
 
     def _split(self, lower: TreeNode, cut: int) -> TreeNode:
-        """Cut a run after `cut` bytes. `lower` keeps its identity and its locks. The new upper half inherits age, hits
-        and priority of the run.
+        """Cut a run after `cut` bytes and return the new upper half.
+
+        `lower` keeps its identity and its locks. The upper half inherits age, hits and priority of the run.
         """
         parent, size = lower.parent, self._page_bytes
         assert parent is not None

@@ -1,4 +1,4 @@
-"""The tokens and the page table of each running request."""
+"""The tokens and the page table of admitted requests."""
 
 import mmap
 
@@ -12,11 +12,13 @@ class OutOfRows(RuntimeError):
 
 
 class ReqToTokenPool:
-    """One row per running request.
+    """One row per admitted request.
 
-    page_table: int32[rows, ceil((context_length + 1) / page_size)], page ids in order of position. token_ids:
-    int32[rows, context_length + 1], prompt and answer. The extra position is for the token that is sampled last, whose
-    KV is never computed. A row that is taken again still holds the data of its last owner.
+    The extra position is for the last sampled token, whose KV is never computed. A row that is allocated again still
+    has the data of its last owner.
+
+    page_table: int32[rows, ceil((context_length + 1) / page_size)], page ids in order of position.
+    token_ids: int32[rows, context_length + 1], prompt and answer.
     """
 
     def __init__(self, rows: int, context_length: int, page_size: int) -> None:
@@ -39,7 +41,7 @@ class ReqToTokenPool:
         return len(self._free)
 
     def alloc_row(self) -> int:
-        """Take a row. Raises OutOfRows if none is free."""
+        """Allocate a row. Raises OutOfRows if none is free."""
         if not self._free:
             raise OutOfRows(f"all {self.rows} rows are taken; free one first")
         row = self._free.pop()
@@ -47,7 +49,7 @@ class ReqToTokenPool:
         return row
 
     def free_row(self, row: int) -> None:
-        """Give a row back. Raises ValueError if it is not taken."""
+        """Free a row. Raises ValueError if it is not allocated."""
         if not (0 <= row < self.rows and self._taken[row]):
             raise ValueError(f"row {row} is not taken")
         self._taken[row] = False
@@ -60,8 +62,9 @@ class ReqToTokenPool:
 
 
 def _blank(rows: int, columns: int) -> Int32Array:
-    """Zeros, int32[rows, columns]. The system commits memory only for the parts that are written, in small pages:
-    numpy's own arrays ask for huge ones, of which the few tokens at the beginning of a long row would take a whole one.
+    """Zeros, int32[rows, columns], in memory that the operating system commits as it is written, in small pages.
+
+    numpy's own arrays request huge pages, of which the few tokens at the start of each long row would take a whole one.
     """
     memory = mmap.mmap(-1, rows * columns * np.dtype(np.int32).itemsize)
     return np.frombuffer(memory, np.int32).reshape(rows, columns)

@@ -1,4 +1,4 @@
-"""One edge of the radix tree and the page run that belongs to it."""
+"""The nodes of the radix tree."""
 
 from typing import Any
 
@@ -13,14 +13,20 @@ NO_PAGES.flags.writeable = False
 
 
 class TreeNode:
-    """A run of whole pages below `parent`. Roots have no parent and hold nothing.
+    """A run of whole pages below `parent`. Roots have no parent and no pages.
 
-    key: token ids of this run alone, little-endian int32. pages: int32[n], the page ids of this run alone.
-    depth_tokens: tokens from the root to the end of this run. locks: locks taken on this node itself. locked_children:
-    children that are locked themselves or have something locked below. access, created: ticks of the tree's counter,
-    not times. hits: admissions that used this run. priority: the highest priority with which it or a node below it was
-    inserted. namespace: the namespace of a root; empty elsewhere. tag: free for a listener; an empty root stays while
-    it is tagged. rank: its place in the order of eviction, None while it cannot be evicted.
+    key: token ids of this run alone, little-endian int32.
+    pages: int32[n], the page ids of this run alone.
+    depth_tokens: tokens from the root to the end of this run.
+    children: the nodes below, by the bytes of their first page.
+    lock_ref: locks taken on this node itself.
+    locked_children: children that are locked or have a locked descendant.
+    last_access_tick, creation_tick: ticks of the tree's counter, not times.
+    hits: admissions that used this run.
+    priority: the highest priority with which it or a node below it was inserted.
+    namespace: the namespace of a root; empty elsewhere.
+    tag: for use by a listener. An empty root stays while it is tagged.
+    eviction_rank: its rank in the eviction queue; None while it cannot be evicted.
     """
 
     __slots__ = (
