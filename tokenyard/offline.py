@@ -30,9 +30,9 @@ from tokenyard.config import Settings
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
+from tokenyard.engine.processes.child import set_library_environment
 from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.in_process import engine_in_process
-from tokenyard.engine.processes.libraries import set_library_environment
 from tokenyard.wiring import engine_config, with_model_folder
 
 Conversation = Sequence[Mapping[str, Any]]

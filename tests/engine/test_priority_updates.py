@@ -36,7 +36,7 @@ from tokenyard.engine.scheduler_process.attachments.priority import (
 from tokenyard.engine.scheduler_process.driver import Driver
 from tokenyard.engine.scheduler_process.health.guards import MAX_VIOLATIONS, WINDOW_CALLS, ViolationCounter
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
-from tokenyard.engine.scheduler_process.health.recent_attainment import SloAttainment
+from tokenyard.engine.scheduler_process.health.slo_attainment import SloAttainment
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.scheduler import Scheduler
 from tokenyard.tape.codec import Origin, Tape

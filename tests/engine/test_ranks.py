@@ -21,8 +21,8 @@ from tokenyard.base import (
     SetPolicy,
     TenantSettings,
 )
-from tokenyard.engine.frontend.continuation import answers_so_far, continuation_requests
 from tokenyard.engine.frontend.data_parallel_controller import DataParallelController, merge_counters
+from tokenyard.engine.frontend.failover import answers_so_far, continuation_requests
 from tokenyard.engine.frontend.scheduler_client import SchedulerClient
 from tokenyard.engine.processes.messages import Fenced, Heartbeat, RpcReply
 from tokenyard.routing.balance import RankBalancer

@@ -28,7 +28,7 @@ _STAGES = (
 
 def add_disagg_arguments(parser: argparse.ArgumentParser) -> None:
     """Prefill engines beside the replicas, and the links."""
-    group = parser.add_argument_group("prefill and decode apart (docs/apart.md)")
+    group = parser.add_argument_group("PD disaggregation (docs/disagg.md)")
     group.add_argument(
         "--prefill-replicas",
         type=int,

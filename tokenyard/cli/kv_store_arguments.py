@@ -20,7 +20,7 @@ _FIELDS = dict(zip(_NUMBERS, ("host_gb", "disk_gb", "read_gb_s", "write_mb_s"), 
 
 def add_kv_store_arguments(parser: argparse.ArgumentParser) -> None:
     """What lies below the device with --enable-hierarchical-cache."""
-    group = parser.add_argument_group("KV below the device (docs/disk.md)")
+    group = parser.add_argument_group("KV store (docs/kv_store.md)")
     for name, (unit, text) in _NUMBERS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=float, metavar=unit, help=text)
     group.add_argument(

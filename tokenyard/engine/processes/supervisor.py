@@ -14,9 +14,9 @@ from itertools import chain
 from typing import Protocol
 
 from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo, TokenyardError
+from tokenyard.engine.processes.child import child_environment
 from tokenyard.engine.processes.engine_config import ChildReport, ChildTask, EngineConfig, decode_report, encode_line
 from tokenyard.engine.processes.ipc import SocketDirectory
-from tokenyard.engine.processes.libraries import child_environment
 
 logger = logging.getLogger(__name__)
 
