@@ -62,7 +62,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         "cost_profile": settings.prior_costs(),
         "kv_events_topic": events_topic(settings),
         "nodes": make_nodes_config(settings),
-        "transfer": DisaggConfig(
+        "disagg": DisaggConfig(
             role=settings.disaggregation_mode,
             prefill_engines=settings.prefill_engines,
             backend=settings.disaggregation_transfer_backend,
@@ -72,7 +72,7 @@ def engine_config(settings: Settings) -> EngineConfig:
             lease_s=settings.disaggregation_lease_s,
             beat_s=settings.disaggregation_beat_s,
         ),
-        "tiers": KvStoreConfig(
+        "kv_store": KvStoreConfig(
             enabled=settings.enable_hierarchical_cache,
             backend=settings.hicache_storage_backend,
             url=settings.hicache_storage_url,

@@ -36,7 +36,7 @@ def computed(world: World) -> int:
 
 
 def state_of(world: World) -> str:
-    asks = list(world.d.decode_peer._asks.values())
+    asks = list(world.d.decode_peer._prefills.values())
     return asks[0].state if asks else ""
 
 

@@ -9,7 +9,7 @@ import pytest
 from tokenyard import LLM
 from tokenyard.base import ConfigError, InvalidRequestError, Request, SamplingParams
 from tokenyard.engine.frontend.lora_registry import parse_adapters
-from tokenyard.engine.processes.messages import UNASKED, RpcRequest
+from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest
 from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
 from tokenyard.kv_layout.model_digest import adapter_digest
 
@@ -141,7 +141,7 @@ def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, mon
     assert replies[-1].call_id == 9
     with pytest.raises(InvalidRequestError):
         request("a", 6)
-    loader.call(RpcRequest(UNASKED, "load_adapter", {"adapter": keys["a"], "folder": str(tmp_path / "a")}))
+    loader.call(RpcRequest(NO_REPLY, "load_adapter", {"adapter": keys["a"], "folder": str(tmp_path / "a")}))
     assert len(memory.reads) == 5
     assert request("a", 7).awaits_adapter
     memory.used = {keys["a"]}

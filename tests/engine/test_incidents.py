@@ -17,15 +17,15 @@ def said(caplog):
 def test_the_first_is_told_at_once_and_the_rest_together(caplog):
     incidents = Incidents()
     incidents.on_finished([*refused("queue_full"), *refused("client_gone"), Finish(5, "stop")])
-    incidents.tell(0)
+    incidents.log_due(0)
     assert said(caplog) == ["1 requests were refused, as the queue is full (--max-queued-requests)"]
     for second in range(1, 10):
         incidents.on_finished(refused("queue_full", 3))
-        incidents.tell(second * NS_PER_S)
+        incidents.log_due(second * NS_PER_S)
     assert said(caplog) == []
-    incidents.tell(10 * NS_PER_S)
+    incidents.log_due(10 * NS_PER_S)
     assert said(caplog)[0].startswith("27 requests were refused, as the queue is full")
-    incidents.tell(60 * NS_PER_S)
+    incidents.log_due(60 * NS_PER_S)
     assert said(caplog) == []
 
 
@@ -33,9 +33,9 @@ def test_kinds_do_not_hide_each_other_and_totals_count_as_differences(caplog):
     incidents = Incidents()
     incidents.on_finished(refused("overdue"))
     incidents.on_counters({"retracted": 2, "preempted": 0})
-    incidents.tell(0)
+    incidents.log_due(0)
     incidents.on_counters({"retracted": 2, "preempted": 4})
-    incidents.tell(1)
+    incidents.log_due(1)
     lines = said(caplog)
     assert len(lines) == 3
     assert any(line.startswith("2 requests were retracted for lack of KV pages") for line in lines)

@@ -13,8 +13,8 @@ from tests.engine.verb_calls import flush
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.cache.kv_events import block_hashes, root_hash
 from tokenyard.cache.radix_cache import make_key
-from tokenyard.engine.processes.messages import UNASKED, RpcRequest
-from tokenyard.engine.scheduler_process.attachments.kv_events import END, KEPT_BATCHES, KvEventPublisher, is_own
+from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest
+from tokenyard.engine.scheduler_process.attachments.kv_events import END, KEPT_BATCHES, KvEventPublisher, should_bind
 from tokenyard.engine.scheduler_process.driver import Driver
 from tokenyard.engine.scheduler_process.event_loop import event_loop_normal
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
@@ -152,7 +152,7 @@ def test_what_is_too_old_is_told_anew_as_a_whole():
 
 
 def test_a_driver_tells_the_whole_cache_when_asked():
-    call = RpcRequest(UNASKED, "tell_kv")
+    call = RpcRequest(NO_REPLY, "publish_kv_snapshot")
     events, _ = run([submit(1, range(2, 10))], [call], enable_kv_events=True)
     told = events[[event["type"] for event in events].index("AllBlocksCleared", 1) :]
     before = events[: -len(told)]
@@ -178,4 +178,4 @@ def test_a_driver_tells_the_whole_cache_when_asked():
     ],
 )
 def test_where_to_bind_and_where_to_connect(endpoint, own):
-    assert is_own(endpoint) is own
+    assert should_bind(endpoint) is own

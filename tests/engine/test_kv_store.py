@@ -70,8 +70,8 @@ class Engine:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         pool = PoolView(map_pages(executor.pieces), executor.info.num_pages)
         config = KvStoreConfig(**{"backend": "disk", "timeout_s": 60.0} | config)
-        self.tiers = KvStoreConnector(config, store, pool, core, executor.info, self.inbox.put)
-        self.moves = KvMultiConnector(core, None, self.tiers)
+        self.kv_store = KvStoreConnector(config, store, pool, core, executor.info, self.inbox.put)
+        self.moves = KvMultiConnector(core, None, self.kv_store)
         self._numbers = count(1)
         self._told: set[int] = set()
 
@@ -114,7 +114,7 @@ class Engine:
     def close(self) -> None:
         self.until(lambda: self.at_rest)
         assert self.yard.scheduler.idle() is None
-        self.tiers.close()
+        self.kv_store.close()
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def store(answer):
 def test_what_was_stored_is_loaded_after_a_restart(store, answer, policy):
     engine = Engine(store, prefetch_policy=policy)
     assert engine.serve() == answer
-    assert engine.tiers.counters.loaded_tokens == 192
+    assert engine.kv_store.counters.loaded_tokens == 192
     assert engine.yard.scheduler.snapshot(1).counters.prefill_tokens == len(TOKENS) - 192
     engine.close()
 
@@ -154,9 +154,9 @@ def test_kv_of_an_adapter_is_found_for_the_same_weights_alone(answer):
     engine = Engine(store)
     assert engine.serve() == answer
     assert engine.serve(lora="tuned#02") not in (answer, changed)
-    assert engine.tiers.counters.loaded_tokens == 0
+    assert engine.kv_store.counters.loaded_tokens == 0
     assert engine.serve(lora="tuned#01") == changed
-    assert engine.tiers.counters.loaded_tokens == 192
+    assert engine.kv_store.counters.loaded_tokens == 192
     engine.close()
 
 
@@ -164,7 +164,7 @@ def test_best_effort_closes_no_gate(store, answer):
     store.before["prefetch"] = hang = Hang()
     engine = Engine(store, prefetch_policy="best_effort")
     assert engine.serve() == answer
-    assert engine.tiers.counters.loaded_tokens == 0
+    assert engine.kv_store.counters.loaded_tokens == 0
     hang.release()
     engine.close()
 
@@ -174,7 +174,7 @@ def test_requests_with_the_same_prompt_share_a_load(store, answer):
     numbers = [engine.submit() for _ in range(5)]
     engine.until(lambda: len(engine.yard.finished) == 5)
     assert all(engine.yard.tokens[number] == answer for number in numbers)
-    assert engine.tiers.counters.loaded_tokens == 192
+    assert engine.kv_store.counters.loaded_tokens == 192
     engine.close()
 
 
@@ -184,12 +184,12 @@ def test_a_read_that_hangs_is_given_up_and_spoils_nothing_later(store, answer, w
     engine = Engine(store, timeout_s=0.05, timeout_per_1k_tokens_s=0.0)
     assert engine.serve() == answer
     assert hang.reached.is_set()
-    assert engine.tiers.counters.loaded_tokens == 0
+    assert engine.kv_store.counters.loaded_tokens == 0
     other = prompt(300, seed=5)
     before = engine.serve(other)
     hang.release()
     assert engine.serve(other) == before
-    assert engine.tiers.counters.loaded_tokens == 0
+    assert engine.kv_store.counters.loaded_tokens == 0
     engine.close()
 
 
@@ -213,7 +213,7 @@ def test_a_read_that_fails_is_computed(store, answer, where):
     store.before[where] = broken
     engine = Engine(store)
     assert engine.serve() == answer
-    assert engine.tiers.counters.loaded_tokens == 0
+    assert engine.kv_store.counters.loaded_tokens == 0
     engine.close()
 
 
@@ -232,11 +232,11 @@ def test_a_request_that_was_paused_comes_back_with_its_kv(monkeypatch):
     for seed in range(5, 9):
         engine.serve(prompt(300, seed=seed))
     assert core.state.memory.tree.peek(core.state.table.request_state(row).known_ids.tobytes()) == 0
-    before = engine.tiers.counters.loaded_tokens
+    before = engine.kv_store.counters.loaded_tokens
     engine.yard.apply(Resume(numbers=[number]))
     engine.until(lambda: number in engine.yard.finished)
     assert engine.yard.tokens[number] == alone.tokens[expected]
-    assert engine.tiers.counters.loaded_tokens - before == 192
+    assert engine.kv_store.counters.loaded_tokens - before == 192
     engine.close()
 
 
@@ -248,7 +248,7 @@ def test_a_block_that_is_gone_ends_the_load_there(store, answer):
     del store._blocks[digests[1]]
     engine.until(lambda: number in engine.yard.finished)
     assert engine.yard.tokens[number] == answer
-    assert (engine.tiers.counters.loaded_tokens, engine.tiers.counters.failed_loads) == (64, 1)
+    assert (engine.kv_store.counters.loaded_tokens, engine.kv_store.counters.failed_loads) == (64, 1)
     engine.close()
 
 
@@ -263,21 +263,21 @@ def test_writes_that_fail_are_counted_and_tried_again_later(answer, caplog, monk
         engine.until(lambda: engine.at_rest)
         engine.serve(prompt(100, seed=3))
         engine.until(lambda: engine.at_rest)
-    counters = engine.tiers.counters
+    counters = engine.kv_store.counters
     assert counters.failed_writes == 1, "there is a pause after a failure"
     assert counters.dropped_blocks >= 4
     assert [record.getMessage() for record in caplog.records] == [
         "KV is not stored for now: [Errno 5] Input/output error"
     ]
     store.before["put"] = lambda: None
-    engine.tiers._pace.paused_until_ns = 0
+    engine.kv_store._write_throttle.paused_until_ns = 0
     engine.serve(prompt(100, seed=4))
     engine.until(lambda: store.blocks > 0 and engine.at_rest)
     engine.close()
 
 
 def test_a_write_that_hangs_holds_no_pages_for_long(answer, monkeypatch):
-    monkeypatch.setattr(module, "STUCK_NS", 50_000_000)
+    monkeypatch.setattr(module, "WRITE_TIMEOUT_NS", 50_000_000)
     store = Trouble()
     store.before["put"] = hang = Hang()
     engine = Engine(store)
@@ -303,9 +303,9 @@ def test_the_cache_can_be_flushed_while_it_is_stored(answer):
 
 def test_what_is_slower_to_load_than_to_compute_is_computed(store, answer):
     engine = Engine(store)
-    engine.tiers._read_s_per_block = 1e6
+    engine.kv_store._read_s_per_block = 1e6
     assert engine.serve() == answer
-    assert (engine.tiers.counters.recomputed_requests, engine.tiers.counters.hit_requests) == (1, 0)
+    assert (engine.kv_store.counters.recomputed_requests, engine.kv_store.counters.hit_requests) == (1, 0)
     engine.close()
 
 
@@ -315,7 +315,7 @@ def test_all_is_stored_at_the_end(answer, policy):
     # So slow that nothing but the first block would be written in time.
     engine = Engine(store, {"hicache_write_policy": policy}, write_mb_s=1e-9)
     assert engine.serve() == answer
-    engine.tiers.close()
+    engine.kv_store.close()
     assert store.blocks == 3
 
 
@@ -365,7 +365,7 @@ class DeviceExecutor:
 def test_a_device_has_a_tier_in_host_memory(config, blocks):
     yard = make_yard()
     executor = DeviceExecutor(yard.executor)
-    engine = EngineConfig(model_path="", executor="mock", tiers=KvStoreConfig(enabled=True, **config))
+    engine = EngineConfig(model_path="", executor="mock", kv_store=KvStoreConfig(enabled=True, **config))
     pool = open_pool(executor)
     store = open_store(engine, executor, pool, 0)
     assert pool is executor.device
@@ -374,13 +374,13 @@ def test_a_device_has_a_tier_in_host_memory(config, blocks):
 
 def test_kv_on_a_device_goes_to_host_memory_and_back(answer):
     engine = Engine(MemoryStore(1000), {"pages": 20}, write_mb_s=0.0)
-    device = engine.tiers._pool = Device(engine.tiers._pool)
+    device = engine.kv_store._pool = Device(engine.kv_store._pool)
     assert engine.serve() == answer
     engine.until(lambda: engine.at_rest)
     engine.serve(prompt(250, seed=3))
     assert engine.serve() == answer
     assert device.copies > 3
-    assert engine.tiers.counters.loaded_tokens > 0
+    assert engine.kv_store.counters.loaded_tokens > 0
     engine.close()
 
 
@@ -395,11 +395,11 @@ def test_a_request_that_lost_its_place_is_swapped_in():
     engine.until(lambda: all(number in engine.yard.finished for number in numbers[1:]))
     engine.until(lambda: not engine.yard.scheduler.state.memory.holds)
     engine.serve(prompt(300, seed=9))
-    engine.until(lambda: engine.tiers.counters.swapped_in_requests == 1)
+    engine.until(lambda: engine.kv_store.counters.swapped_in_requests == 1)
     engine.yard.apply(Resume(numbers[:1]))
     engine.until(lambda: numbers[0] in engine.yard.finished)
     assert [engine.yard.tokens[number] for number in numbers] == expected
-    assert engine.tiers.counters.loaded_tokens >= 128
+    assert engine.kv_store.counters.loaded_tokens >= 128
     for one in (engine, alone):
         one.close()
 
@@ -407,10 +407,10 @@ def test_a_request_that_lost_its_place_is_swapped_in():
 def test_on_a_cpu_the_pool_is_host_memory_already(caplog, tmp_path):
     yard = make_yard()
     pool = open_pool(yard.executor)
-    engine = EngineConfig(model_path="", executor="mock", tiers=KvStoreConfig(enabled=True))
+    engine = EngineConfig(model_path="", executor="mock", kv_store=KvStoreConfig(enabled=True))
     with pytest.raises(ConfigError, match="in host memory already"):
         open_store(engine, yard.executor, pool, 0)
-    engine.tiers = KvStoreConfig(enabled=True, backend="disk", folder=str(tmp_path), host_ratio=2.0)
+    engine.kv_store = KvStoreConfig(enabled=True, backend="disk", folder=str(tmp_path), host_ratio=2.0)
     open_store(engine, yard.executor, pool, 0).close()
     assert "have no effect on a CPU" in caplog.text
 
@@ -432,6 +432,6 @@ def test_what_another_engine_has_stored_is_found_by_asking(store, answer, there)
         made._blocks = store._blocks
     engine = Engine(made)
     assert engine.serve() == answer
-    assert engine.tiers.counters.loaded_tokens == (192 if there else 0)
-    assert engine.tiers.counters.hit_requests == there
+    assert engine.kv_store.counters.loaded_tokens == (192 if there else 0)
+    assert engine.kv_store.counters.hit_requests == there
     engine.close()

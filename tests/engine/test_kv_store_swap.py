@@ -39,7 +39,7 @@ class SwapPort(ScriptedPort):
 
     def __init__(self):
         super().__init__()
-        self.inbox, self.scheduler, self.tiers = queue.SimpleQueue(), None, None
+        self.inbox, self.scheduler, self.kv_store = queue.SimpleQueue(), None, None
         self.rounds = 0
 
     def receive(self, timeout_ns):
@@ -52,7 +52,7 @@ class SwapPort(ScriptedPort):
                 found.append(self.inbox.get_nowait())
         if found or waits:
             return found
-        if self.tiers.counters.swapped_in_requests and self.tiers.counters.loaded_tokens:
+        if self.kv_store.counters.swapped_in_requests and self.kv_store.counters.loaded_tokens:
             return None
         assert self.rounds < MAX_ROUNDS, "none was swapped in"
         self.rounds += 1
@@ -77,11 +77,11 @@ def test_a_victim_goes_to_host_memory_and_comes_back(loop, depth, policy, monkey
         hicache_write_policy=policy,
     )
     scheduler = Scheduler(settings, executor.info)
-    config = EngineConfig(model_path="", executor="mock", tiers=KvStoreConfig(enabled=True, host_ratio=8.0))
-    tiers = module.open_kv_store_connector(config, scheduler, executor, port.inbox.put)
-    port.scheduler, port.tiers = scheduler, tiers
+    config = EngineConfig(model_path="", executor="mock", kv_store=KvStoreConfig(enabled=True, host_ratio=8.0))
+    kv_store = module.open_kv_store_connector(config, scheduler, executor, port.inbox.put)
+    port.scheduler, port.kv_store = scheduler, kv_store
     driver = Driver(
-        scheduler, executor, port, log=StepLog(0), state=LoopState(), kv=KvMultiConnector(scheduler, None, tiers)
+        scheduler, executor, port, log=StepLog(0), state=LoopState(), kv=KvMultiConnector(scheduler, None, kv_store)
     )
     loop(driver)
     assert executor.device.copies > 0
@@ -93,7 +93,7 @@ def test_a_victim_goes_to_host_memory_and_comes_back(loop, depth, policy, monkey
     assert (memory.held_pages, memory.allocator.available + memory.tree.total_pages) == (0, PAGES)
     assert scheduler.flush(1)
     assert memory.allocator.available == PAGES
-    tiers.close()
+    kv_store.close()
 
     alone = ScriptedPort(*([submit(1 + which, prompt(port.rounds, which), TOKENS)] for which in range(ROWS)))
     run(*LOOPS[0], alone, executor=mock(4 * PAGES), page_size=PAGE)

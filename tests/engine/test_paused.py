@@ -166,7 +166,7 @@ def test_a_folder_that_cannot_be_written_costs_the_record_only(tmp_path):
 def on_disk(config, folder):
     """The settings with a store in a folder."""
     more = {"enabled": True, "backend": "disk", "folder": str(folder), "max_gb": 0.1, "min_free_gb": 0.0}
-    config.tiers = replace(config.tiers, **more)
+    config.kv_store = replace(config.kv_store, **more)
     config.scheduler = replace(config.scheduler, enable_hierarchical_cache=True)
     return config
 

@@ -159,7 +159,7 @@ def test_what_waits_for_a_rank_goes_elsewhere_when_that_is_out_for_good():
         first, held = submits(sent[home])
         manager.outputs.receive(batch(first.number, [8], started=True), home)
         await asyncio.sleep(0.01)
-        manager.failover.rank_lost(home, "killed", distrust=False)
+        manager.failover.rank_lost(home, "killed", suspect_user_code=False)
         await manager.pause_request("held")
         await asyncio.sleep(0.01)
         other = 1 - home
@@ -184,7 +184,7 @@ def test_first_token_and_hits_are_those_of_the_rank_that_began():
         (request,) = submits(sent[0])
         manager.outputs.receive(batch(request.number, [8], started=True, hit=2), 0)
         await asyncio.sleep(0.01)
-        manager.failover.rank_lost(0, "killed", distrust=False)
+        manager.failover.rank_lost(0, "killed", suspect_user_code=False)
         await asyncio.sleep(0.01)
         (again,) = submits(sent[1])
         assert again.output_ids.tolist() == [8]

@@ -73,14 +73,14 @@ class Bench:
     def __init__(self, function):
         self.clock = Clock()
         self.core = scheduler()
-        self.hook = PriorityUpdates(function, "mod:f", self.core, self.clock)
+        self.priority_updates = PriorityUpdates(function, "mod:f", self.core, self.clock)
 
     def submit(self, made, now=0):
-        self.hook.submitted(made)
+        self.priority_updates.submitted(made)
         self.core.apply(Submit(made), now)
 
     def poll(self, now=0):
-        return [(update.number, update.boost) for update in self.hook.poll(now)]
+        return [(update.number, update.boost) for update in self.priority_updates.poll(now)]
 
 
 def test_a_function_sees_the_request_and_the_system():
@@ -101,7 +101,7 @@ def test_a_function_sees_the_request_and_the_system():
 def test_everybody_is_asked_about_on_arrival_and_then_every_period():
     asked = []
     bench = Bench(lambda view, system: asked.append(view.tenant) or 0)
-    bench.hook.poll(0)
+    bench.priority_updates.poll(0)
     bench.submit(request(1, tenant="a"))
     bench.submit(request(2, tenant="b", n=2))
     for now in (1, 2, PERIOD_NS - 1):
@@ -181,13 +181,13 @@ def mistakes():
 @pytest.mark.parametrize(("clock", "function", "why"), mistakes())
 def test_the_third_mistake_switches_it_off(clock, function, why, caplog):
     bench = Bench(function)
-    bench.hook._clock = clock
+    bench.priority_updates._clock = clock
     for number in range(1, MAX_VIOLATIONS + 3):
         bench.submit(request(number))
         bench.poll()
         off = number >= MAX_VIOLATIONS
-        assert (bench.hook.describe().startswith("off (mod:f ")) is off
-    assert why in bench.hook.describe()
+        assert (bench.priority_updates.describe().startswith("off (mod:f ")) is off
+    assert why in bench.priority_updates.describe()
     assert sum("switched off" in line for line in caplog.messages) == 1
     assert bench.poll(PERIOD_NS * 9) == []
 
@@ -251,10 +251,10 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth, monkeypatch):
     )
     sink = Sink()
     core = RecordingScheduler(origin, sink, b"key", "test")
-    hook = PriorityUpdates(by_tenant, "mod:f", core)
+    priority_updates = PriorityUpdates(by_tenant, "mod:f", core)
     burst = [Submit(request(number, tenant="late but urgent" if number == 4 else "")) for number in range(1, 5)]
     port = ScriptedPort(burst, [snapshot(1)])
-    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), hook=hook))
+    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), priority_updates=priority_updates))
     assert list(port.finished()) == [4, 1, 2, 3]
     assert port.sent[-1].value["priority_function"] == "mod:f"
     report = replay(Tape(sink.data, "tape"))
@@ -266,10 +266,10 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth, monkeypatch):
 def test_a_broken_function_harms_no_request(loop, depth, caplog):
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     core = Scheduler(SchedulerSettings(max_in_flight=depth, enable_priority_scheduling=True), executor.info)
-    hook = PriorityUpdates(lambda view, system: time.sleep(0.001), "mod:f", core)
+    priority_updates = PriorityUpdates(lambda view, system: time.sleep(0.001), "mod:f", core)
     burst = [Submit(request(number)) for number in range(1, 9)]
     port = ScriptedPort([Pause()], burst, [], [], [Resume()], [snapshot(1)])
-    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), hook=hook))
+    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), priority_updates=priority_updates))
     assert sorted(port.finished()) == list(range(1, 9))
     assert {finish.reason for finish in port.finished().values()} == {"length"}
     assert port.sent[-1].value["priority_function"].startswith("off (mod:f ")
@@ -279,12 +279,14 @@ def test_a_broken_function_harms_no_request(loop, depth, caplog):
 def test_a_request_that_the_scheduler_refuses_is_forgotten():
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     core = Scheduler(SETTINGS, executor.info)
-    hook = PriorityUpdates(by_tenant, "mod:f", core)
-    driver = Driver(core, executor, ScriptedPort(), log=StepLog(0), state=LoopState(), hook=hook)
+    priority_updates = PriorityUpdates(by_tenant, "mod:f", core)
+    driver = Driver(
+        core, executor, ScriptedPort(), log=StepLog(0), state=LoopState(), priority_updates=priority_updates
+    )
     driver._handle(Submit(request(1, prompt=0)))
     driver.send()
-    assert not hook._attainment._open
-    assert hook.poll(1) == []
+    assert not priority_updates._attainment._open
+    assert priority_updates.poll(1) == []
 
 
 @pytest.fixture
@@ -329,7 +331,7 @@ def test_what_cannot_work_is_refused_at_the_start(module, flags, words):
 def test_an_open_gate_or_an_empty_batch_changes_nothing():
     bench = Bench(by_tenant)
     bench.core.apply(OpenGate(1, 1), 0)
-    bench.hook.on_output(TokenBatch(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32)))
+    bench.priority_updates.on_output(TokenBatch(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32)))
     assert bench.poll() == []
 
 
@@ -341,4 +343,4 @@ def test_one_that_never_comes_back_is_switched_off_at_once():
     bench = Bench(endless)
     bench.submit(request(1))
     assert bench.poll() == []
-    assert "broken off" in bench.hook.describe()
+    assert "broken off" in bench.priority_updates.describe()

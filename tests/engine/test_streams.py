@@ -100,13 +100,13 @@ def test_a_reader_that_has_left_is_told_of_ends_that_it_has_not_read_and_then_fo
         await table.deliver([news([1], finished=[Finish(1, "length")])])
         told = []
         table.detach(stream, told.append)
-        assert table._left.keys() == {2}
+        assert table._detached.keys() == {2}
         await table.deliver([news([2], finished=[Finish(2, "abort", completion_tokens=4)])])
         assert [(delta.index, delta.finish.reason, delta.completion_tokens) for delta in told] == [
             (0, "length", 1),
             (1, "abort", 4),
         ]
-        assert not table._left
+        assert not table._detached
 
     asyncio.run(main())
 
@@ -119,7 +119,7 @@ def test_the_end_of_an_answer_counts_even_if_its_stream_fails_before_it_is_read(
         told = []
         table.detach(stream, told.append)
         assert [(delta.index, delta.finish.reason) for delta in told] == [(0, "length")]
-        assert table._left.keys() == {2}
+        assert table._detached.keys() == {2}
 
     asyncio.run(main())
 
@@ -134,7 +134,7 @@ def test_the_ends_of_a_lost_scheduler_reach_those_who_wait_for_them_after_their_
         table.end_detached(stream.client, Finish(0, "abort", cause="failed"))
         ends = [(delta.index, delta.finish.number, delta.finish.cause, delta.prompt_tokens) for delta in told]
         assert ends == [(0, 1, "failed", 5), (1, 2, "failed", 5)]
-        assert table._left.keys() == {3}
+        assert table._detached.keys() == {3}
 
     asyncio.run(main())
 

@@ -94,8 +94,8 @@ class Dialer:
         if complete or now_s < due_s:
             return
         # The pause grows until all is well for as long as the longest one.
-        calm = now_s - due_s > MAX_BACKOFF_S and due_s
-        pause_s = MIN_BACKOFF_S if calm else pause_s
+        stable = now_s - due_s > MAX_BACKOFF_S and due_s
+        pause_s = MIN_BACKOFF_S if stable else pause_s
         self._pauses[url] = now_s + pause_s, min(2 * pause_s, MAX_BACKOFF_S)
         try:
             self._found[url] = set(addresses_of(url))

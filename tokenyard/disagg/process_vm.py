@@ -53,7 +53,7 @@ def can_read(pid: int, address: int, value: bytes) -> bool:
     there = np.array([[address, len(value)]], np.int64)
     here = np.array([[ctypes.addressof(found), len(value)]], np.int64)
     try:
-        read_stretches(pid, there, here)
+        read_segments(pid, there, here)
     except (OSError, AttributeError):
         return False
     return found.raw == value
@@ -66,10 +66,10 @@ def read_pages(pid: int, theirs: PageMap, their_pages: Int32Array, ours: PageMap
     """
     starts = runs(their_pages, our_pages) if len(our_pages) else our_pages
     there, here = spans(theirs, their_pages, starts), spans(ours, our_pages, starts)
-    return read_stretches(pid, there, here)
+    return read_segments(pid, there, here)
 
 
-def read_stretches(pid: int, there: Int64Array, here: Int64Array) -> int:
+def read_segments(pid: int, there: Int64Array, here: Int64Array) -> int:
     """Copy stretches of memory (int64[n, 2], addresses and equal lengths) from process `pid`; returns the bytes."""
     call = ctypes.CDLL(None, use_errno=True).process_vm_readv
     call.restype = ctypes.c_ssize_t

@@ -31,30 +31,30 @@ class TransferError(TokenyardError):
 
 
 def send_pages(
-    sock: socket.socket, stretches: Int64Array, piece_bytes: int, timeout_s: float, valid: Callable[[], bool]
+    sock: socket.socket, segments: Int64Array, piece_bytes: int, timeout_s: float, valid: Callable[[], bool]
 ) -> None:
     """Send stretches of memory, then length and checksum. `valid` says before each batch whether the memory still holds
     what was offered. Raises TransferError if it does not, OSError for a broken connection or a receiver that is stuck.
     """
     sock.setblocking(False)
     check = Checksum(piece_bytes)
-    for batch in batches(stretches):
+    for batch in batches(segments):
         if not valid():
             raise TransferError("the lease is over")
         _move(sock, batch, timeout_s, "writev")
         # While the other side reads.
         check.add(batch)
     sock.settimeout(timeout_s)
-    sock.sendall(TRAILER.pack(total_bytes(stretches), check.value))
+    sock.sendall(TRAILER.pack(total_bytes(segments), check.value))
 
 
-def receive_pages(sock: socket.socket, stretches: Int64Array, piece_bytes: int, timeout_s: float) -> None:
+def receive_pages(sock: socket.socket, segments: Int64Array, piece_bytes: int, timeout_s: float) -> None:
     """Receive what `send_pages` sends. Raises TransferError for other bytes than were sent, OSError for a broken
     connection or a sender that says nothing for `timeout_s`.
     """
     sock.setblocking(False)
     check = Checksum(piece_bytes)
-    for batch in batches(stretches):
+    for batch in batches(segments):
         _move(sock, batch, timeout_s, "readv")
         check.add(batch)
     sock.settimeout(timeout_s)
@@ -64,13 +64,13 @@ def receive_pages(sock: socket.socket, stretches: Int64Array, piece_bytes: int, 
         if not part:
             raise TransferError("the sender stopped")
         trailer += part
-    if TRAILER.unpack(trailer) != (total_bytes(stretches), check.value):
+    if TRAILER.unpack(trailer) != (total_bytes(segments), check.value):
         raise TransferError("checksum")
 
 
-def batches(stretches: Int64Array) -> list[Int64Array]:
+def batches(segments: Int64Array) -> list[Int64Array]:
     """Cut stretches into parts of about `BATCH_BYTES`, each of so many stretches as one call takes."""
-    parts, left = [], stretches
+    parts, left = [], segments
     while len(left):
         head = left[:IOV_MAX]
         ends = np.cumsum(head[:, 1])
@@ -80,11 +80,11 @@ def batches(stretches: Int64Array) -> list[Int64Array]:
     return parts
 
 
-def _move(sock: socket.socket, stretches: Int64Array, timeout_s: float, name: str) -> None:
+def _move(sock: socket.socket, segments: Int64Array, timeout_s: float, name: str) -> None:
     """Write or read all of some stretches, waiting for the socket where need be."""
     call = getattr(ctypes.CDLL(None, use_errno=True), name)
     call.restype = ctypes.c_ssize_t
-    left = np.ascontiguousarray(stretches)
+    left = np.ascontiguousarray(segments)
     poller = select.poll()
     poller.register(sock, select.POLLOUT if name == "writev" else select.POLLIN)
     until = time.monotonic() + timeout_s

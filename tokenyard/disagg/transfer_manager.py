@@ -60,7 +60,7 @@ class KvTransferManager:
     def __init__(
         self,
         identity: EngineIdentity,
-        terms: Timeouts,
+        timeouts: Timeouts,
         deliver: Callable[[Event], None],
         prefill: Callable[[Prefill], Event],
         *,
@@ -71,9 +71,9 @@ class KvTransferManager:
     ) -> None:
         """Raises ConfigError if it cannot listen there."""
         self.identity = identity
-        self.decode_peer = DecodePeer(terms, identity.hello.page_size)
+        self.decode_peer = DecodePeer(timeouts, identity.hello.page_size)
         self.prefill_peer = PrefillPeer(
-            terms, identity.hello.boot_id, first_number, lambda: secrets.token_bytes(TICKET_BYTES)
+            timeouts, identity.hello.boot_id, first_number, lambda: secrets.token_bytes(TICKET_BYTES)
         )
         self.address = ""
         self.moved_bytes = 0
@@ -82,7 +82,7 @@ class KvTransferManager:
         self.offered: tuple[int, ...] = ()
         """See `DecodePeer.offered`; read from any thread."""
         self.on_lost: Callable[[str, str], None] = lambda name, why: None
-        self._timeouts = terms
+        self._timeouts = timeouts
         self._deliver = deliver
         self._prefill = prefill
         self._backend = backend
@@ -139,8 +139,8 @@ class KvTransferManager:
         self._stopping = True
         for connection in self._connections.values():
             connection.close()
-        for reading in self._reads.values():
-            reading.stop()
+        for page_read in self._reads.values():
+            page_read.stop()
         if self._listener is not None:
             self._listener.close()
 
@@ -198,8 +198,8 @@ class KvTransferManager:
             case Read():
                 self._read(action)
             case StopRead():
-                if (reading := self._reads.get(action.key)) is not None:
-                    reading.stop()
+                if (page_read := self._reads.get(action.key)) is not None:
+                    page_read.stop()
             case _:
                 self._deliver(action)
 
@@ -260,13 +260,13 @@ class KvTransferManager:
     def _opened(self, connection: Connection) -> None:
         hello = connection.handshake.hello
         assert hello is not None
-        alike = bool(hello.machine) and hello.machine == self.identity.hello.machine
+        same_machine = bool(hello.machine) and hello.machine == self.identity.hello.machine
         if not connection.name:
-            if alike and self._backend != "tcp":
+            if same_machine and self._backend != "tcp":
                 allow(hello.pid)
             return
-        self._reads_memory[connection.number] = alike and self._backend != "tcp"
-        logger.info("KV comes from %s (%s)", connection.name, "process_vm" if alike else "tcp")
+        self._reads_memory[connection.number] = same_machine and self._backend != "tcp"
+        logger.info("KV comes from %s (%s)", connection.name, "process_vm" if same_machine else "tcp")
         self.decode_peer.joined(connection.number, connection.name, time.monotonic_ns())
 
     def _send(self, send: Send) -> None:
@@ -319,14 +319,14 @@ class KvTransferManager:
     def _read(self, read: Read) -> None:
         """Read pages by another thread, which says when it has ended, however it does."""
         connection = self._connections.get(read.peer)
-        reading = self._reads[read.key] = PageRead()
+        page_read = self._reads[read.key] = PageRead()
         if connection is None:
             self._read_ended(read.key, "connection lost")
             return
 
         def work() -> None:
             try:
-                self._move(read, connection, reading)
+                self._move(read, connection, page_read)
                 why = ""
             except TokenyardError as error:
                 why = error.message
@@ -343,7 +343,7 @@ class KvTransferManager:
         del self._reads[key]
         self.decode_peer.read_ended(key, why, time.monotonic_ns())
 
-    def _move(self, read: Read, connection: Connection, reading: PageRead) -> None:
+    def _move(self, read: Read, connection: Connection, page_read: PageRead) -> None:
         """Bring the pages of a read here. Raises OSError or TransferError."""
         ours, pages = self.identity.pages, read.load.pages
         hello, proof = connection.handshake.hello, connection.handshake.proof
@@ -358,8 +358,8 @@ class KvTransferManager:
                 raise OSError("the memory of the other process cannot be read")
         timeout_s = self._timeouts.silence_ns / NS_PER_S
         with socket.create_connection(connection.sock.getpeername()[:2], timeout_s) as sock:
-            reading.sock = sock
-            if reading.stopped:
+            page_read.sock = sock
+            if page_read.stopped:
                 return
             sock.sendall(frame(Pull(read.key, read.ticket, read.first, len(pages))))
             receive_pages(sock, spans(ours, pages), ours.nbytes, timeout_s)

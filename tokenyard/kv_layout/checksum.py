@@ -27,21 +27,21 @@ class Checksum:
         self._piece_bytes = piece_bytes
         self._pieces = 0
 
-    def add(self, stretches: Int64Array) -> None:
+    def add(self, segments: Int64Array) -> None:
         """Take in stretches of this process's memory, each of whole pieces."""
-        sums = self._sums(stretches) if len(stretches) else np.empty(0, np.uint64)
+        sums = self._sums(segments) if len(segments) else np.empty(0, np.uint64)
         weights = 2 * np.arange(self._pieces, self._pieces + len(sums), dtype=np.uint64) + np.uint64(1)
         self._pieces += len(sums)
         self.value = (self.value + int((sums * weights).sum(dtype=np.uint64))) % 2**64
 
-    def _sums(self, stretches: Int64Array) -> UInt64Array:
+    def _sums(self, segments: Int64Array) -> UInt64Array:
         """The sum of each piece, uint64[n]."""
-        addresses, lengths, size = stretches[:, 0], stretches[:, 1], self._piece_bytes
+        addresses, lengths, size = segments[:, 0], segments[:, 1], self._piece_bytes
         base = int(addresses.min())
         end = int((addresses + lengths).max())
         if size % 8 or (addresses % 8).any():
             data = memory(base, end - base, "|u1")
-            places = [at - base + done for at, length in stretches.tolist() for done in range(0, length, size)]
+            places = [at - base + done for at, length in segments.tolist() for done in range(0, length, size)]
             return np.array([zlib.crc32(data[place : place + size].tobytes()) for place in places], np.uint64)
         words, flat = size // 8, memory(base, (end - base) // 8, "<u8")
         firsts = (addresses - base) // 8

@@ -72,18 +72,18 @@ def runs(*pages: Int32Array) -> Int32Array:
     return np.flatnonzero(breaks).astype(np.int32)
 
 
-def total_bytes(stretches: Int64Array) -> int:
+def total_bytes(segments: Int64Array) -> int:
     """Bytes in all stretches together."""
-    return int(stretches[:, 1].sum())
+    return int(segments[:, 1].sum())
 
 
-def skip_bytes(stretches: Int64Array, done: int) -> Int64Array:
+def skip_bytes(segments: Int64Array, done: int) -> Int64Array:
     """What is left of stretches (int64[n, 2]) after their first `done` bytes."""
-    ends = np.cumsum(stretches[:, 1])
+    ends = np.cumsum(segments[:, 1])
     first = int(np.searchsorted(ends, done, side="right"))
-    left = stretches[first:].copy()
+    left = segments[first:].copy()
     if len(left):
-        inside = done - int(ends[first] - stretches[first, 1])
+        inside = done - int(ends[first] - segments[first, 1])
         left[0] += (inside, -inside)
     return left
 

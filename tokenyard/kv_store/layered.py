@@ -35,11 +35,11 @@ class LayeredStore:
 
     def count_stored(self, digests: list[bytes]) -> int:
         """How many of `digests`, from the first on, are there without a gap."""
-        return self._along(digests, self._lower.count_stored)
+        return self._count(digests, self._lower.count_stored)
 
     def count_maybe_stored(self, digests: list[bytes]) -> int:
         """How many of `digests`, from the first on, may be there, without asking outside of this process."""
-        return self._along(digests, self._lower.count_maybe_stored)
+        return self._count(digests, self._lower.count_maybe_stored)
 
     def touch(self, digests: list[bytes]) -> None:
         """The blocks of a prompt, in order, were used: the first one stays longest."""
@@ -78,11 +78,11 @@ class LayeredStore:
         self._upper.close()
         self._lower.close()
 
-    def _along(self, digests: list[bytes], below: Callable[[list[bytes]], int]) -> int:
+    def _count(self, digests: list[bytes], count_lower: Callable[[list[bytes]], int]) -> int:
         found = 0
         while found < len(digests):
             more = self._upper.count_stored(digests[found:])
-            more += below(digests[found + more :])
+            more += count_lower(digests[found + more :])
             if not more:
                 break
             found += more

@@ -117,12 +117,12 @@ class RemoteStore:
             if digest in self._known:
                 return False
         try:
-            self._ask(b"SET", self._prefix + digest, CHECK.pack(block_checksum(block)) + block.tobytes())
+            self._command(b"SET", self._prefix + digest, CHECK.pack(block_checksum(block)) + block.tobytes())
         except RespError as error:
             if "OOM" in str(error):
                 raise StoreFullError("the shared store is full (see maxmemory-policy of its settings)") from error
             raise
-        self._know(digest)
+        self._remember(digest)
         return True
 
     def get(self, digest: bytes, block: Block) -> bool:
@@ -131,17 +131,17 @@ class RemoteStore:
         """
         if self.unavailable:
             return False
-        value = self._ask(b"GET", self._prefix + digest)
+        value = self._command(b"GET", self._prefix + digest)
         if not isinstance(value, bytes):
             self._forget(digest)
             return False
         if len(value) == CHECK.size + self._bytes:
             block.data[:] = memoryview(value)[CHECK.size :]
             if block_checksum(block) == CHECK.unpack_from(value)[0]:
-                self._know(digest)
+                self._remember(digest)
                 return True
         self.counters.damaged += 1
-        self._ask(b"DEL", self._prefix + digest)
+        self._command(b"DEL", self._prefix + digest)
         self._forget(digest)
         return False
 
@@ -149,7 +149,7 @@ class RemoteStore:
         """Whether a block is there. Raises RespError."""
         if self.unavailable:
             return False
-        found = self._ask(b"EXISTS", self._prefix + digest) == 1
+        found = self._command(b"EXISTS", self._prefix + digest) == 1
         if not found:
             # It has made way, and is stored again when it is offered the next time.
             self._forget(digest)
@@ -161,7 +161,7 @@ class RemoteStore:
             known = list(self._known)
             self._known.clear()
         for start in range(0, len(known), PIPELINE_BLOCKS):
-            self._ask(b"DEL", *(self._prefix + digest for digest in known[start : start + PIPELINE_BLOCKS]))
+            self._command(b"DEL", *(self._prefix + digest for digest in known[start : start + PIPELINE_BLOCKS]))
 
     def close(self) -> None:
         """Hang up. The blocks stay."""
@@ -170,7 +170,7 @@ class RemoteStore:
         for connection in idle:
             connection.close()
 
-    def _ask(self, *words: bytes) -> Answer:
+    def _command(self, *words: bytes) -> Answer:
         """Ask over a connection that is free, or a new one. Raises RespError, at once while the store is away."""
         if self.unavailable:
             raise RespError(f"the store at {self._address.shown} is away")
@@ -179,7 +179,7 @@ class RemoteStore:
         try:
             if connection is None:
                 connection = RespConnection(self._address, TIMEOUT_S)
-            answer = connection.ask(*words)
+            answer = connection.command(*words)
         except RespError:
             if connection is not None:
                 connection.close()
@@ -194,7 +194,7 @@ class RemoteStore:
             self._idle.append(connection)
         return answer
 
-    def _know(self, digest: bytes) -> None:
+    def _remember(self, digest: bytes) -> None:
         with self._lock:
             self._known[digest] = None
             if len(self._known) > MAX_KNOWN:

@@ -47,14 +47,14 @@ class RespConnection:
         self._replies: BinaryIO = self._socket.makefile("rb")
         try:
             if address.login:
-                self.ask(b"AUTH", *address.login)
+                self.command(b"AUTH", *address.login)
             if address.database:
-                self.ask(b"SELECT", str(address.database).encode())
+                self.command(b"SELECT", str(address.database).encode())
         except RespError:
             self.close()
             raise
 
-    def ask(self, *words: bytes | memoryview) -> Answer:
+    def command(self, *words: bytes | memoryview) -> Answer:
         """Send a command and return its answer."""
         head = b"*%d\r\n" % len(words)
         try:

@@ -11,11 +11,11 @@ MAX_PREFETCH_S = 60.0
 """Prefetch policy wait_complete waits no longer either."""
 
 
-def should_prefill_remotely(role: str, uncached: int, least: int, here_s: float, there_s: float) -> bool:
+def should_prefill_remotely(role: str, uncached: int, min_tokens: int, here_s: float, there_s: float) -> bool:
     """Whether a prompt with `uncached` tokens to compute goes to another engine. In mode both it does if it is computed
     and copied in `there_s`, less than the `here_s` in which it is computed here.
     """
-    return uncached >= least and (role == "decode" or there_s < here_s)
+    return uncached >= min_tokens and (role == "decode" or there_s < here_s)
 
 
 def offer_timeout_s(predicted_s: float) -> float:
@@ -34,5 +34,5 @@ def should_load_kv(cost: CostModel, cached: int, tokens: int, load_s: float) -> 
 
 def prefetch_timeout_s(policy: str, timeout_s: float, timeout_per_1k_tokens_s: float, tokens: int) -> float:
     """How many seconds KV of `tokens` is waited for that comes from a tier below, by prefetch policy."""
-    most_s = timeout_s + timeout_per_1k_tokens_s * tokens / 1000
-    return max(most_s, MAX_PREFETCH_S) if policy == "wait_complete" else most_s
+    max_s = timeout_s + timeout_per_1k_tokens_s * tokens / 1000
+    return max(max_s, MAX_PREFETCH_S) if policy == "wait_complete" else max_s

@@ -46,9 +46,9 @@ class PrefillPeer:
     What it wants done is in `take()`. `counters` counts how keys came to their ends.
     """
 
-    def __init__(self, terms: Timeouts, boot_id: str, first_number: int, new_ticket: Callable[[], bytes]) -> None:
+    def __init__(self, timeouts: Timeouts, boot_id: str, first_number: int, new_ticket: Callable[[], bytes]) -> None:
         self.counters = {"offers": 0, "handed_over": 0, "dropped": 0, "leases_over": 0, "refused": 0}
-        self._timeouts = terms
+        self._timeouts = timeouts
         self._boot_id = boot_id
         self._next_number = first_number
         self._new_ticket = new_ticket
@@ -90,9 +90,9 @@ class PrefillPeer:
         """Take in a message; one that makes no sense here is ignored."""
         match message:
             case Want():
-                self._wanted(peer, message, now)
+                self._handle_want(peer, message, now)
             case Done():
-                self._read(peer, message.key, now)
+                self._handle_done(peer, message.key, now)
             case Drop():
                 if self._of(peer, message.key) is not None:
                     self._drop(message.key, "dropped")
@@ -104,7 +104,7 @@ class PrefillPeer:
         for job in [job for job in self._jobs.values() if job.peer == peer]:
             self._drop(job.key, "dropped")
 
-    def _wanted(self, peer: int, want: Want, now: int) -> None:
+    def _handle_want(self, peer: int, want: Want, now: int) -> None:
         job = self._jobs.get(want.key)
         if want.boot_id not in ("", self._boot_id):
             self._refuse(peer, want.key, "restarted")
@@ -113,7 +113,7 @@ class PrefillPeer:
         elif job is not None and job.peer is None:
             self._attach(job, peer, now)
         elif job is not None and job.peer == peer:
-            self._tell(job)
+            self._send_offer(job)
         elif job is not None:
             self._refuse(peer, want.key, "the key is in use")
         elif want.key in self._ended:
@@ -123,23 +123,23 @@ class PrefillPeer:
         else:
             job = self._jobs[want.key] = PrefillJob(want.key, now + self._timeouts.lease_ns, peer)
             if not want.attach:
-                self._number(job, self._next_number)
+                self._set_number(job, self._next_number)
                 self._actions.append(Prefill(self._next_number, want))
                 self._next_number += 1
 
     def _attach(self, job: PrefillJob, peer: int, now: int) -> None:
         """The reader of a key whose prompt came by another way has come."""
         job.peer, job.lease_until = peer, now + self._timeouts.lease_ns
-        self._tell(job)
+        self._send_offer(job)
 
-    def _tell(self, job: PrefillJob) -> None:
+    def _send_offer(self, job: PrefillJob) -> None:
         """Send the offer, if it is there already, again if need be."""
         if job.offer is not None and job.peer is not None:
             self._actions.append(Send(job.peer, job.offer))
             if not job.offer.tokens:
                 self._forget(job, "ended")
 
-    def _read(self, peer: int, key: str, now: int) -> None:
+    def _handle_done(self, peer: int, key: str, now: int) -> None:
         """The pages were read: say whether their lease held all the time, and give them back."""
         job = self._of(peer, key)
         if job is None or job.offer is None or now >= job.lease_until:
@@ -173,7 +173,7 @@ class PrefillPeer:
         if job is None:
             job = self._jobs[key] = PrefillJob(key, now + self._timeouts.lease_ns)
         job.for_client = True
-        self._number(job, number)
+        self._set_number(job, number)
         return True
 
     def handed_over(self, handover: Handover, now: int) -> None:
@@ -197,11 +197,11 @@ class PrefillPeer:
             self._offer(job, 0, token, b"", now)
 
     def _offer(self, job: PrefillJob, tokens: int, token: int, pages: bytes, now: int) -> None:
-        terms = self._timeouts
-        job.lease_until = now + terms.lease_ns
-        job.offer = Offer(job.key, self._boot_id, tokens, token, pages, self._new_ticket(), terms.lease_ns)
+        timeouts = self._timeouts
+        job.lease_until = now + timeouts.lease_ns
+        job.offer = Offer(job.key, self._boot_id, tokens, token, pages, self._new_ticket(), timeouts.lease_ns)
         self.counters["offers"] += 1
-        self._tell(job)
+        self._send_offer(job)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class PrefillPeer:
         """When to call `tick` next; None for no such time."""
         return min((job.lease_until for job in self._jobs.values()), default=None)
 
-    def _number(self, job: PrefillJob, number: int) -> None:
+    def _set_number(self, job: PrefillJob, number: int) -> None:
         job.number = number
         self._by_number[number] = job
 

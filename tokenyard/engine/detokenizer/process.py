@@ -34,14 +34,14 @@ def run_detokenizer(task: ChildTask, report: ReportReady) -> None:
     context: zmq.Context[Any] = zmq.Context()
     endpoints = Endpoints(task.socket_directory)
     inbox = Inbox(pull_socket(context, endpoints.detokenizer))
-    desk = DetokenizerLoop(assembler, context, endpoints, task.source)
+    loop = DetokenizerLoop(assembler, context, endpoints, task.source)
     report(ChildReport())
-    desk.beat(time.monotonic_ns())
+    loop.beat(time.monotonic_ns())
     while (frames := inbox.wait(WAIT_MS)) is not None:
-        desk.beat(time.monotonic_ns())
+        loop.beat(time.monotonic_ns())
         for frame in frames:
             try:
-                desk.take(*TO_DETOKENIZER.decode(frame))
+                loop.take(*TO_DETOKENIZER.decode(frame))
             except ProtocolError as error:
                 logger.error("dropped a message: %s", error)
     context.destroy(linger=200)

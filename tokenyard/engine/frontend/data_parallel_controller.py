@@ -56,7 +56,7 @@ class DataParallelController:
         self.all_restarting = False
         """Whether all schedulers are ended and started again, so that requests wait for the next process of a rank."""
 
-        self._past: dict[str, Any] = {"counters": {}, "evicted_tokens": 0}
+        self._past_counters: dict[str, Any] = {"counters": {}, "evicted_tokens": 0}
 
     @property
     def clients(self) -> list[SchedulerClient]:
@@ -85,11 +85,11 @@ class DataParallelController:
         """
         self.balancer.remove_rank(rank)
         for client in self.clients:
-            self._tell_parts(client)
+            self._send_limits(client)
         absent = self._absent.pop(rank, None) or SchedulerClient(lambda event: None, rank, ABSENT_SOURCE)
         return absent, self._backlogs.pop(rank, [])
 
-    def _tell_parts(self, client: SchedulerClient) -> None:
+    def _send_limits(self, client: SchedulerClient) -> None:
         """Tell a scheduler its parts of the limits if ranks are out for good."""
         left = self.balancer.left
         if len(left) < self.size:
@@ -100,7 +100,7 @@ class DataParallelController:
         """A scheduler runs. It gets the events that wait for it, with the requests that they are about."""
         self._clients[client.source] = client
         self.on_join(client)
-        self._tell_parts(client)
+        self._send_limits(client)
         if self._policy is not None:
             client.send(self._policy)
         if self._paused:
@@ -119,7 +119,7 @@ class DataParallelController:
             self._lost_ns = now_ns
             self.lost_schedulers += 1
             self.balancer.lost(client.rank)
-            self._count_past(client.counters)
+            self._add_past_counters(client.counters)
         return client
 
     @property
@@ -152,10 +152,10 @@ class DataParallelController:
             return self.absent, None
         clients = self.clients
         if self.size > 1:
-            parts = self.balancer.may_serve(request)
-            clients = [client for client in clients if client.rank in parts]
+            allowed_ranks = self.balancer.may_serve(request)
+            clients = [client for client in clients if client.rank in allowed_ranks]
             if not clients:
-                return self.absent_rank(min(parts)), None
+                return self.absent_rank(min(allowed_ranks)), None
             clients = _eligible(clients, wanted, without)
         place = self.balancer.choose(request, [client.rank for client in clients], time.monotonic())
         return next(client for client in clients if client.rank == place.rank), place
@@ -206,20 +206,20 @@ class DataParallelController:
     async def snapshot(self, timeout_s: float) -> dict[str, Any]:
         """The counters of all ranks together, those of processes that have ended included: totals never fall."""
         now = [counters for counters in (await self.snapshots(timeout_s)).values() if counters]
-        return merge_counters([*now, self._past]) if now else {}
+        return merge_counters([*now, self._past_counters]) if now else {}
 
     def note_refusal(self, answers: int, prompt_tokens: int, *, rejected: bool) -> None:
         """A rank refused a request that another one gets now: of the engine's totals it counts once."""
         totals = {"submitted": answers, "aborted": answers, "prompt_tokens": answers * prompt_tokens}
         if rejected:
             totals["rejected"] = answers
-        self._count_past({"counters": {name: -amount for name, amount in totals.items()}})
+        self._add_past_counters({"counters": {name: -amount for name, amount in totals.items()}})
 
-    def _count_past(self, counters: Mapping[str, Any]) -> None:
+    def _add_past_counters(self, counters: Mapping[str, Any]) -> None:
         """Add to the totals that no running process counts."""
-        past, more = self._past["counters"], counters.get("counters", {})
-        self._past["counters"] = {name: past.get(name, 0) + more.get(name, 0) for name in {**past, **more}}
-        self._past["evicted_tokens"] += counters.get("evicted_tokens", 0)
+        past, more = self._past_counters["counters"], counters.get("counters", {})
+        self._past_counters["counters"] = {name: past.get(name, 0) + more.get(name, 0) for name in {**past, **more}}
+        self._past_counters["evicted_tokens"] += counters.get("evicted_tokens", 0)
 
     def age_s(self, now_ns: int) -> float:
         """Seconds since any running scheduler was known to be well, or since the last one ended."""

@@ -10,7 +10,7 @@ from tokenyard.engine.frontend.streams import Stream, StreamTable
 from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.routing.balance import Assignment
 
-NO_ROOM = ("queue_full", "displaced", "tenant_limit")
+RETRIABLE_CAUSES = ("queue_full", "displaced", "tenant_limit")
 """Why a rank refuses a request that another one may take."""
 
 
@@ -47,18 +47,18 @@ class Dispatcher:
             return batch
         refused: dict[int, list[Finish]] = {}
         for finish in batch.finished:
-            stream = self.streams.of_number(finish.number) if finish.cause in NO_ROOM else None
+            stream = self.streams.of_number(finish.number) if finish.cause in RETRIABLE_CAUSES else None
             if stream is not None and stream.client.source == source and not finish.first_token_ns:
                 refused.setdefault(stream.number, []).append(finish)
         gone: set[int] = set()
         for number, ends in refused.items():
             stream = self.streams.of_number(number)
-            if stream is not None and len(ends) == stream.answers and self._try_elsewhere(stream, ends[0]):
+            if stream is not None and len(ends) == stream.answers and self._retry_elsewhere(stream, ends[0]):
                 gone.update(stream.numbers)
         batch.finished = [finish for finish in batch.finished if finish.number not in gone]
         return batch
 
-    def _try_elsewhere(self, stream: Stream, end: Finish) -> bool:
+    def _retry_elsewhere(self, stream: Stream, end: Finish) -> bool:
         """Send a refused request to a rank that has not refused it; False if there is none."""
         stream.tried.add(stream.client.rank)
         client, place = self.ranks.choose(stream.request, without=stream.tried)

@@ -78,7 +78,7 @@ class Failover:
                 place = self._ranks.balancer.choose(stream.request, [rank], time.monotonic())
                 self._dispatcher.move(stream, client, place)
 
-    def rank_lost(self, source: int, reason: str, *, distrust: bool) -> None:
+    def rank_lost(self, source: int, reason: str, *, suspect_user_code: bool) -> None:
         """A scheduler process has ended. Its requests go on elsewhere, each from the last token that came of it.
 
         First the text side must say how far they are, so that none comes twice and none is missed (`Fence`). With
@@ -89,7 +89,7 @@ class Failover:
         if client is None or self.death is not None:
             return
         self._link.disconnect(source)
-        if distrust:
+        if suspect_user_code:
             self._ranks.drop_user_policy()
         fence = Fence(source, self._resumable_numbers(client, reason))
         loop = asyncio.get_running_loop()
@@ -124,13 +124,13 @@ class Failover:
         # The news before the fence are out, so what has not ended by them does not end any more.
         self._streams.end_detached(lost, CLIENT_GONE)
         streams = self._streams.of(lost)
-        begun = {
+        tokens_by_number = {
             number: tokens for stream in streams for number, tokens in stream.delivered_tokens.items()
         } | answers_so_far(fenced)
         for stream in streams:
             client, place = self._ranks.choose(stream.request)
             self._dispatcher.move(stream, client, place)
-            for request in continuation_requests(stream.request, stream.open_answers, begun):
+            for request in continuation_requests(stream.request, stream.open_answers, tokens_by_number):
                 client.send(Submit(request, accepted=True))
             if stream.paused:
                 client.send(Pause(numbers=stream.numbers))
@@ -192,11 +192,11 @@ class Failover:
 
 def answers_so_far(fenced: Fenced) -> dict[int, list[int]]:
     """The output tokens of each answer that has begun, by number."""
-    tokens, begun, start = fenced.tokens.tolist(), {}, 0
+    tokens, tokens_by_number, start = fenced.tokens.tolist(), {}, 0
     for number, count in zip(fenced.numbers.tolist(), fenced.token_counts.tolist(), strict=True):
-        begun[number] = tokens[start : start + count]
+        tokens_by_number[number] = tokens[start : start + count]
         start += count
-    return begun
+    return tokens_by_number
 
 
 def unknown_progress(source: int) -> Fenced:
@@ -217,7 +217,7 @@ def first_number(event: ToScheduler) -> int:
 
 
 def continuation_requests(
-    request: Request, open_answers: Collection[int], begun: Mapping[int, Sequence[int]]
+    request: Request, open_answers: Collection[int], tokens_by_number: Mapping[int, Sequence[int]]
 ) -> list[Request]:
     """The requests that bring the answers with these indices to their end, with the same tokens as without the break.
 
@@ -225,9 +225,9 @@ def continuation_requests(
     open answer is a request of its own, by its own number and seed.
     """
     numbers = {index: request.number + index for index in sorted(open_answers)}
-    if len(numbers) == request.sampling.n and not any(begun.get(number) for number in numbers.values()):
+    if len(numbers) == request.sampling.n and not any(tokens_by_number.get(number) for number in numbers.values()):
         return [request]
-    return [_answer(request, index, begun.get(number, ())) for index, number in numbers.items()]
+    return [_answer(request, index, tokens_by_number.get(number, ())) for index, number in numbers.items()]
 
 
 def _answer(request: Request, index: int, tokens: Sequence[int]) -> Request:

@@ -32,10 +32,10 @@ class LoraRegistry:
 
     def __init__(self, ranks: DataParallelController) -> None:
         self._ranks = ranks
-        ranks.on_join = self._tell
+        ranks.on_join = self._load_into
         self._enabled = False
         self._loaded: dict[str, LoraAdapter] = {}
-        self._leaving: dict[str, LoraAdapter] = {}
+        self._unloading: dict[str, LoraAdapter] = {}
         self._loading: set[str] = set()
 
     @property
@@ -85,15 +85,15 @@ class LoraRegistry:
         Raises InvalidRequestError if there is none of that name.
         """
         self.key_of(name)
-        adapter = self._leaving[name] = self._loaded.pop(name)
+        adapter = self._unloading[name] = self._loaded.pop(name)
         try:
             await self._ranks.call("unload_adapter", None, UNLOAD_TIMEOUT_S, adapter=adapter.key)
         finally:
-            del self._leaving[name]
+            del self._unloading[name]
 
-    def _tell(self, client: SchedulerClient) -> None:
+    def _load_into(self, client: SchedulerClient) -> None:
         """A scheduler process runs that knows no adapters yet."""
-        for adapter in (*self._loaded.values(), *self._leaving.values()):
+        for adapter in (*self._loaded.values(), *self._unloading.values()):
             client.order("load_adapter", adapter=adapter.key, folder=adapter.folder)
 
     def _check(self, name: str) -> None:
@@ -102,7 +102,7 @@ class LoraRegistry:
         check_name(name)
         if name in self._loaded or name in self._loading:
             raise ConfigError(f"an adapter {name!r} is loaded already; unload it first, or choose another name")
-        if name in self._leaving:
+        if name in self._unloading:
             raise ConfigError(f"the adapter {name!r} is being unloaded: requests with it are still running")
 
 

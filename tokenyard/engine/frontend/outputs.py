@@ -29,7 +29,7 @@ class OutputHandler:
         self._text_beat_ns = 0
         self._pending_batches: list[TextBatch] = []
         self._fenced: list[Fenced] = []
-        self._awaiting: list[asyncio.Future[None]] = []
+        self._delivery_waiters: list[asyncio.Future[None]] = []
         self._ignored_sources: set[int] = set()
         self._batch_ready = asyncio.Event()
         self._deliverer = asyncio.get_running_loop().create_task(self._deliver())
@@ -59,10 +59,10 @@ class OutputHandler:
         client = self._ranks.find(source)
         if client is None or self._assembler is None:
             return
-        news, stops = self._assembler.step(batch, source)
+        text_batch, stops = self._assembler.step(batch, source)
         for stop in stops:
             client.send(stop)
-        self.add(self._dispatcher.retry_refused(news, source))
+        self.add(self._dispatcher.retry_refused(text_batch, source))
 
     def add(self, batch: TextBatch) -> None:
         """Hand these news to their streams soon."""
@@ -75,10 +75,10 @@ class OutputHandler:
 
     async def delivered(self) -> None:
         """Wait until the streams have all that has come so far."""
-        told = asyncio.get_running_loop().create_future()
-        self._awaiting.append(told)
+        waiter = asyncio.get_running_loop().create_future()
+        self._delivery_waiters.append(waiter)
         self._batch_ready.set()
-        await told
+        await waiter
 
     async def _deliver(self) -> None:
         """Hand news to their streams until closed; all that came during one round is the next one."""
@@ -87,7 +87,7 @@ class OutputHandler:
             self._batch_ready.clear()
             batches, self._pending_batches = self._pending_batches, []
             fenced, self._fenced = self._fenced, []
-            awaiting, self._awaiting = self._awaiting, []
+            waiters, self._delivery_waiters = self._delivery_waiters, []
             try:
                 for stream in await self._dispatcher.streams.deliver(batches):
                     stream.client.send(Cancel(stream.numbers, "the client reads too slowly", "slow_reader"))
@@ -95,9 +95,9 @@ class OutputHandler:
                     self.on_fenced(one)
             except Exception:
                 logger.exception("news from the engine could not be handed on")
-            for told in awaiting:
-                if not told.done():
-                    told.set_result(None)
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def detokenizer_age_s(self) -> float:
         """Return the seconds since the detokenizer was known to be well; infinite while none has said a word."""
@@ -111,5 +111,5 @@ class OutputHandler:
         """Deliver no more."""
         self._deliverer.cancel()
         await asyncio.gather(self._deliverer, return_exceptions=True)
-        for told in self._awaiting:
-            told.cancel()
+        for waiter in self._delivery_waiters:
+            waiter.cancel()

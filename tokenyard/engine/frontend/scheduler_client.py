@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from tokenyard.base import ConfigError, Event, OverloadedError, TokenyardError
-from tokenyard.engine.processes.messages import UNASKED, Fence, Heartbeat, RpcReply, RpcRequest, ToScheduler, Verb
+from tokenyard.engine.processes.messages import NO_REPLY, Fence, Heartbeat, RpcReply, RpcRequest, ToScheduler, Verb
 from tokenyard.engine.scheduler_process.health.liveness import heartbeat_age_s
 
 CALL_TIMEOUT_S = 30.0
@@ -61,7 +61,7 @@ class SchedulerClient:
     def order(self, verb: Verb, **arguments: Any) -> None:
         """Have the scheduler do `verb`, and do not wait for a reply."""
         if self._closed is None:
-            self._transmit(RpcRequest(UNASKED, verb, arguments))
+            self._transmit(RpcRequest(NO_REPLY, verb, arguments))
 
     async def call(self, verb: Verb, kind: Any, timeout_s: float = CALL_TIMEOUT_S, **arguments: Any) -> Any:
         """Have the scheduler do `verb`; return what it returns, as a `kind`.

@@ -225,7 +225,7 @@ class StreamTable:
 
     def __init__(self) -> None:
         self._by_number: dict[int, Stream] = {}
-        self._left: dict[int, tuple[Stream, Ended]] = {}
+        self._detached: dict[int, tuple[Stream, Ended]] = {}
         self._to_wake: deque[Stream] = deque()
 
     def __len__(self) -> int:
@@ -249,13 +249,13 @@ class StreamTable:
         for delta in stream.unread_ends():
             ended(delta)
         for index in stream.open_answers:
-            self._left[stream.number + index] = stream, ended
+            self._detached[stream.number + index] = stream, ended
 
     def end_detached(self, client: SchedulerClient, finish: Finish) -> None:
         """End the answers of a scheduler that is gone whose readers have gone as well, as `finish` says."""
-        for number, (stream, ended) in list(self._left.items()):
+        for number, (stream, ended) in list(self._detached.items()):
             if stream.client is client:
-                del self._left[number]
+                del self._detached[number]
                 ended(_end(stream, replace(finish, number=number, prompt_tokens=stream.prompt_tokens)))
 
     def of_number(self, number: int) -> Stream | None:
@@ -290,7 +290,7 @@ class StreamTable:
         """
         failed: list[Stream] = []
         for behind, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
-            for place, (stream, delta) in enumerate(self._news(batch), 1):
+            for place, (stream, delta) in enumerate(self._deltas(batch), 1):
                 if stream.error is not None:
                     continue
                 if stream.put(delta):
@@ -303,7 +303,7 @@ class StreamTable:
             await self._wake_some()
         return failed
 
-    def _news(self, batch: TextBatch) -> Iterator[tuple[Stream, OutputDelta]]:
+    def _deltas(self, batch: TextBatch) -> Iterator[tuple[Stream, OutputDelta]]:
         """Each piece of news with its stream."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for entry in batch.logprobs:
@@ -336,8 +336,8 @@ class StreamTable:
             if stream is not None:
                 end = _end(stream, finish)
                 yield stream, stream.as_continued(end) if stream.resubmits else end
-            elif number in self._left:
-                stream, ended = self._left.pop(number)
+            elif number in self._detached:
+                stream, ended = self._detached.pop(number)
                 ended(_end(stream, finish))
 
     async def _wake_some(self) -> None:

@@ -206,13 +206,13 @@ class TokenizerManager:
 
         With a store below, it has a record on disk when this returns (see `records`), unless that failed.
         """
-        found = self._hold(rid, paused=True)
+        found = self._set_paused(rid, paused=True)
         if self.records is not None:
             for stream in self._streams.with_rid(rid):
-                await self._keep(stream, self.records)
+                await self._write_record(stream, self.records)
         return found
 
-    async def _keep(self, stream: Stream, records: PausedRequests) -> None:
+    async def _write_record(self, stream: Stream, records: PausedRequests) -> None:
         """Write the record of a paused request, once its scheduler and all news say how far its answers are."""
         try:
             outputs = await stream.client.call("outputs", dict[int, list[int]], numbers=stream.open_numbers)
@@ -225,9 +225,9 @@ class TokenizerManager:
 
     async def resume_request(self, rid: str) -> bool:
         """Let a paused request go on; False if there is none with this id."""
-        return self._hold(rid, paused=False)
+        return self._set_paused(rid, paused=False)
 
-    def _hold(self, rid: str, *, paused: bool) -> bool:
+    def _set_paused(self, rid: str, *, paused: bool) -> bool:
         streams = self._streams.with_rid(rid)
         for stream in streams:
             stream.paused = paused
@@ -241,8 +241,8 @@ class TokenizerManager:
         client = self.ranks.find(self._recent.source(rid))
         if client is None:
             return []
-        told = [await client.call("explain", Explanation | None, number=n) for n in self._recent.numbers(rid)]
-        return [explanation for explanation in told if explanation is not None]
+        explanations = [await client.call("explain", Explanation | None, number=n) for n in self._recent.numbers(rid)]
+        return [explanation for explanation in explanations if explanation is not None]
 
     async def start_profile(self) -> bool:
         """Begin a timeline of the steps of all schedulers; False if one runs already."""

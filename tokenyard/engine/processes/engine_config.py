@@ -129,8 +129,8 @@ class EngineConfig:
     record: str = ""
     record_plain: bool = False
     priority_function: str = ""
-    transfer: DisaggConfig = field(default_factory=DisaggConfig)
-    tiers: KvStoreConfig = field(default_factory=KvStoreConfig)
+    disagg: DisaggConfig = field(default_factory=DisaggConfig)
+    kv_store: KvStoreConfig = field(default_factory=KvStoreConfig)
     adapters: dict[str, str] = field(default_factory=dict)
     max_loaded_loras: int | None = None
     watchdog_timeout_s: float = 300.0

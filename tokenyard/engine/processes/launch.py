@@ -56,7 +56,7 @@ async def running_engine(
         _warn_of_unknown_tokens(tokenizer, info)
         link = SocketLink(sockets.endpoints)
         assembler = TextAssembler(None) if config.skip_tokenizer_init else None
-        pool_tokens, on_disk = info.num_pages * info.page_size, config.tiers.disk_tokens(info.kv_bytes_per_token)
+        pool_tokens, on_disk = info.num_pages * info.page_size, config.kv_store.disk_tokens(info.kv_bytes_per_token)
         balancer = RankBalancer(config.load_balance_method, config.ranks, pool_tokens, config.scheduler, on_disk)
         manager = TokenizerManager(
             *(info, tokenizer, template, link),
@@ -68,21 +68,21 @@ async def running_engine(
         )
         link.listen(manager.outputs.receive)
         supervisor.watch(manager.failover)
-        listener = asyncio.create_task(_kill_when_silent(manager, supervisor, config.watchdog_timeout_s))
+        monitor = asyncio.create_task(_kill_when_silent(manager, supervisor, config.watchdog_timeout_s))
         try:
             await start_adapters(manager, config)
             yield manager
         finally:
-            listener.cancel()
+            monitor.cancel()
             await manager.close()
             await supervisor.stop()
 
 
 def open_paused_requests(config: EngineConfig, info: ExecutorInfo) -> PausedRequests | None:
     """The records of paused requests beside the KV store; None if there is none on disk."""
-    if not (config.tiers.enabled and config.tiers.folder):
+    if not (config.kv_store.enabled and config.kv_store.folder):
         return None
-    return PausedRequests(f"{config.tiers.folder}/paused", weights_digest(config, info))
+    return PausedRequests(f"{config.kv_store.folder}/paused", weights_digest(config, info))
 
 
 async def start_adapters(manager: TokenizerManager, config: EngineConfig) -> None:
@@ -126,8 +126,8 @@ async def _kill_when_silent(manager: TokenizerManager, supervisor: Supervisor, t
             times_silent[client.source] = times_silent[client.source] + 1 if silent else 0
             if times_silent[client.source] == SILENT_TIMES:
                 reason = f"no heartbeat from the scheduler for {age_s:.0f} s"
-                heard = client.describe_heartbeat
-                logger.critical("%s (see --watchdog-timeout-s); last heard: %s; stacks follow", reason, heard)
+                last_heartbeat = client.describe_heartbeat
+                logger.critical("%s (see --watchdog-timeout-s); last heard: %s; stacks follow", reason, last_heartbeat)
                 supervisor.kill_silent(client.source, reason)
 
 

@@ -20,7 +20,7 @@ Verb = Literal[
     "start_profile",
     "stop_profile",
     "watch",
-    "tell_kv",
+    "publish_kv_snapshot",
     "clear_store",
     "load_adapter",
     "unload_adapter",
@@ -30,7 +30,7 @@ Verb = Literal[
 """What a scheduler process can be asked to do, apart from taking in events; `processes/driver.py` has the functions."""
 
 
-UNASKED = 0
+NO_REPLY = 0
 """The id of a call whose reply nobody waits for."""
 
 

@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 5.0
 RENDEZVOUS_NAME = "ranks"
 """The socket, in the engine's folder, by which ranks find each other that compute together."""
 
-STOP_WORD = b"stop\n"
+STOP_MESSAGE = b"stop\n"
 MAX_REPORT_BYTES = 1 << 20
 RESTART_PAUSES_S = (0.0, 1.0, 5.0, 20.0, 60.0)
 """How long to wait before each try to start a scheduler again; after the last one it is given up."""
@@ -47,7 +47,7 @@ class Listener(Protocol):
     def rank_ready(self, rank: int, source: int) -> None:
         """The scheduler of a rank runs again, as process number `source`."""
 
-    def rank_lost(self, source: int, reason: str, *, distrust: bool) -> None:
+    def rank_lost(self, source: int, reason: str, *, suspect_user_code: bool) -> None:
         """A scheduler process has ended; it is started again if that is possible, without code of the user's own if
         that is to be distrusted.
         """
@@ -100,12 +100,12 @@ class Child:
     async def end(self) -> str:
         """Wait for its end and return the reason."""
         code = await self.process.wait()
-        last_words = await self.reports.readline()
+        last_report = await self.reports.readline()
         self.pipe.close()
         if self.silent:
             return self.silent
-        if last_words:
-            report = decode_report(last_words)
+        if last_report:
+            report = decode_report(last_report)
             self.culprit = report.culprit
             return f"the {self.name} failed: {report.failure}"
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -128,10 +128,10 @@ class Supervisor:
         self._children: dict[int, Child] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._next_source = 0
-        self._given_up = 0
+        self._abandoned_ranks = 0
         self._stopping = False
-        self._text_runs = asyncio.Event()
-        self._text_runs.set()
+        self._detokenizer_up = asyncio.Event()
+        self._detokenizer_up.set()
 
     async def start(self) -> ExecutorInfo:
         """Start all children and return what a scheduler says of its model, when all are ready.
@@ -175,7 +175,7 @@ class Supervisor:
             stdin = child.process.stdin
             # The pipe of a child that has died is closed already.
             if stdin is not None and not stdin.is_closing():
-                stdin.write(STOP_WORD)
+                stdin.write(STOP_MESSAGE)
                 stdin.close()
         for child in self._children.values():
             try:
@@ -214,13 +214,13 @@ class Supervisor:
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(),
             )
-        own = config or self._config
+        child_config = config or self._config
         if name == "scheduler":
-            own = own.for_rank(rank)
-            if own.enable_dp_attention:
+            child_config = child_config.for_rank(rank)
+            if child_config.enable_dp_attention:
                 meeting = {"meeting": str(self._sockets.path / RENDEZVOUS_NAME)}
-                own = replace(own, executor_options=own.executor_options | meeting)
-        task = ChildTask(own, os.getpid(), str(self._sockets.path), rank, source, note)
+                child_config = replace(child_config, executor_options=child_config.executor_options | meeting)
+        task = ChildTask(child_config, os.getpid(), str(self._sockets.path), rank, source, note)
         assert process.stdin is not None
         process.stdin.write(encode_line(task))
         reader, pipe = await asyncio.open_connection(sock=ours, limit=MAX_REPORT_BYTES)
@@ -241,7 +241,7 @@ class Supervisor:
             del self._children[child.source]
             if clock() - began_s > STABLE_S:
                 tries = iter(RESTART_PAUSES_S)
-            self._text_runs.clear()
+            self._detokenizer_up.clear()
             self._listener.detokenizer_lost()
             for scheduler in self._children.values():
                 scheduler.silent, scheduler.restarted_with_detokenizer = (
@@ -254,7 +254,7 @@ class Supervisor:
                 self._die(reason)
                 return
             child = started
-            self._text_runs.set()
+            self._detokenizer_up.set()
             self._listener.detokenizer_ready()
             logger.warning("the detokenizer runs again")
 
@@ -272,13 +272,13 @@ class Supervisor:
             if clock() - began_s > STABLE_S:
                 tries, ends = iter(RESTART_PAUSES_S), 0
             ends += not child.restarted_with_detokenizer
-            distrust = bool(child.culprit) or (ends > 1 and not child.restarted_with_detokenizer)
-            self._listener.rank_lost(child.source, reason, distrust=distrust)
-            if distrust and has_user_code(config):
+            suspect_user_code = bool(child.culprit) or (ends > 1 and not child.restarted_with_detokenizer)
+            self._listener.rank_lost(child.source, reason, suspect_user_code=suspect_user_code)
+            if suspect_user_code and has_user_code(config):
                 note = f"no policy or function of the user's own, as that may be why {reason}"
                 config = without_user_code(config)
             if child.restarted_with_detokenizer:
-                await self._text_runs.wait()
+                await self._detokenizer_up.wait()
                 tries = chain((0.0,), tries)
             started, reason = await self._start_again(child, reason, tries, config, note)
             if started is None:
@@ -311,12 +311,12 @@ class Supervisor:
         return None, reason
 
     def _give_up(self, rank: int, reason: str) -> None:
-        self._given_up += 1
+        self._abandoned_ranks += 1
         # Ranks that compute together cannot go on without one of them.
-        if self._given_up == self._config.ranks or self._config.enable_dp_attention:
+        if self._abandoned_ranks == self._config.ranks or self._config.enable_dp_attention:
             self._die(reason)
         else:
-            left = self._config.ranks - self._given_up
+            left = self._config.ranks - self._abandoned_ranks
             logger.critical("%s; rank %d is given up, %d of %d are left", reason, rank, left, self._config.ranks)
             assert self._listener is not None
             self._listener.rank_abandoned(rank)

@@ -103,8 +103,8 @@ def measure_prior(config: EngineConfig, executor: Executor) -> LinearCost | None
     """
     settings = config.scheduler_settings(executor.info)
     drafts = bool(config.executor_options.get("draft_tokens") or config.executor_options.get("drafts"))
-    asked = create_policy(settings.schedule_policy, settings).uses_cost or config.transfer.role != "null" or drafts
-    if not asked:
+    needs_prior = create_policy(settings.schedule_policy, settings).uses_cost or config.disagg.role != "null" or drafts
+    if not needs_prior:
         return None
     if config.executor == "mock":
         return prior_cost_model(executor.info) if drafts else None

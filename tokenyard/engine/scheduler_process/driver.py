@@ -34,8 +34,7 @@ from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompil
 from tokenyard.engine.scheduler_process.attachments.kv_connectors import KvMultiConnector
 from tokenyard.engine.scheduler_process.attachments.kv_events import KvEventPublisher
 from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadClient
-from tokenyard.engine.scheduler_process.attachments.lora import VERBS as ADAPTER_VERBS
-from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
+from tokenyard.engine.scheduler_process.attachments.lora import LORA_VERBS, LoraLoader
 from tokenyard.engine.scheduler_process.attachments.priority import PriorityUpdates
 from tokenyard.engine.scheduler_process.health.guards import STALL_NS, StallGuard
 from tokenyard.engine.scheduler_process.health.incidents import Incidents
@@ -56,7 +55,7 @@ NAN_MESSAGE = "the model's logits are NaN; its weights may be damaged, or its nu
 FIRST_RETRY_NS, MAX_RETRY_NS = NS_PER_S // 10, NS_PER_S
 """Where there is work and nothing can be planned, it is tried again after the first time, then after twice as long."""
 
-HELD_TEXTS = {
+HELD_REASONS = {
     "paused": "paused",
     "adapter": "until an adapter has been read",
     "grammar": "until a grammar is compiled",
@@ -109,7 +108,7 @@ class Driver:
         *,
         log: StepLog,
         state: LoopState,
-        hook: PriorityUpdates | None = None,
+        priority_updates: PriorityUpdates | None = None,
         lookahead: LookaheadClient | None = None,
         kv_events: KvEventPublisher | None = None,
         policy_note: str = "",
@@ -129,7 +128,7 @@ class Driver:
         self._failures = 0
         self._counters_at_ns = 0
         self._counters_stale = False
-        self._priority_updates = hook
+        self._priority_updates = priority_updates
         self._lookahead = lookahead
         self._kv_events = kv_events
         self._grammars = grammars
@@ -142,7 +141,7 @@ class Driver:
         self._policy_note = policy_note
         self._rank = rank
         self._shares_tenants = shares_tenants
-        self._use_told_ns = 0
+        self._usage_sent_ns = 0
         self._profile: StepProfile | None = None
         self._steps: StepHistory | None = None
         self._verbs: dict[Verb, Callable[..., Any]] = {
@@ -154,7 +153,7 @@ class Driver:
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
             "watch": self._watch,
-            "tell_kv": self._tell_kv,
+            "publish_kv_snapshot": self._publish_kv_snapshot,
             "outputs": lambda now, numbers: self._scheduler.outputs(numbers),
         }
         self._check_policy()
@@ -299,8 +298,8 @@ class Driver:
     def _exchange_tenant_usage(self) -> None:
         """Tell the other ranks what tenants have used here: ten times a second, and before this one falls idle."""
         now = time.monotonic_ns()
-        if now - self._use_told_ns >= TENANT_USE_INTERVAL_NS or not self._scheduler.has_work:
-            self._use_told_ns = now
+        if now - self._usage_sent_ns >= TENANT_USE_INTERVAL_NS or not self._scheduler.has_work:
+            self._usage_sent_ns = now
             if (use := self._scheduler.drain_tenant_usage()) is not None:
                 self._port.send(use)
 
@@ -326,7 +325,7 @@ class Driver:
         if ready or not held:
             reason = f"{ready} of them may start, so this is a defect of the policy {state.policy}"
         else:
-            reason = "; ".join(f"{count} {HELD_TEXTS[cause]}" for cause, count in held.items())
+            reason = "; ".join(f"{count} {HELD_REASONS[cause]}" for cause, count in held.items())
         if "adapter" in held and self._adapters is not None:
             reason += f" (reading {', '.join(self._adapters.reading)})"
         logger.warning(
@@ -341,7 +340,7 @@ class Driver:
 
     def _handle(self, message: ToScheduler) -> None:
         now = time.monotonic_ns()
-        if isinstance(message, RpcRequest) and message.verb in ADAPTER_VERBS and self._adapters is not None:
+        if isinstance(message, RpcRequest) and message.verb in LORA_VERBS and self._adapters is not None:
             self._adapters.call(message)
         elif isinstance(message, RpcRequest):
             self._port.send(self._answer(message, now))
@@ -370,7 +369,7 @@ class Driver:
         if refusal:
             raise ConfigError(refusal)
 
-    def _tell_kv(self, now: int) -> None:
+    def _publish_kv_snapshot(self, now: int) -> None:
         """Publish the whole prefix cache."""
         if self._kv_events is not None:
             self._kv_events.publish_snapshot(self._scheduler.kv_snapshot())
@@ -455,7 +454,7 @@ class Driver:
             self._lookahead.submitted(event.request, now)
         try:
             if isinstance(event, Submit) and event.request.lora:
-                event.request = self._with_adapter(event.request)
+                event.request = self._resolve_adapter(event.request)
             with self._guard.watch():
                 self._scheduler.apply(event, now)
             if isinstance(event, Submit) and event.request.grammar and self._grammars is not None:
@@ -468,7 +467,7 @@ class Driver:
                 numbers = range(request.number, request.number + request.sampling.n)
                 self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
 
-    def _with_adapter(self, request: Request) -> Request:
+    def _resolve_adapter(self, request: Request) -> Request:
         """A request as the scheduler shall see it. Raises InvalidRequestError if its adapter is not loaded here, as
         where another engine wants a prompt computed.
         """
@@ -505,7 +504,7 @@ class Driver:
             self._counters_at_ns, self._counters_stale = now, False
             self._state.counters = counters = self._counters(now)
             self._incidents.on_counters(counters["counters"])
-            self._incidents.tell(now)
+            self._incidents.log_due(now)
             if counters["policy_failure"] != self._policy_failure:
                 self._policy_failure = counters["policy_failure"]
                 logger.error("fcfs decides from now on: %s", self._policy_failure)

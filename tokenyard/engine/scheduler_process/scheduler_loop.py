@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar, cast
 
 from tokenyard.base import ConfigError, DistributedExecutor, Executor, InvalidRequestError
 from tokenyard.engine.processes.engine_config import EngineConfig
-from tokenyard.engine.processes.messages import UNASKED, RpcRequest, ToScheduler
+from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest, ToScheduler
 from tokenyard.engine.scheduler_process.attachments.disagg import open_disagg_connector
 from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
 from tokenyard.engine.scheduler_process.attachments.kv_connectors import KvMultiConnector
@@ -49,7 +49,7 @@ def load_executor(config: EngineConfig) -> Executor:
         module = DP_ATTENTION
     elif max(config.tp_size, config.pp_size) > 1:
         module, options = DISTRIBUTED, options | {"tp_size": config.tp_size, "pp_size": config.pp_size}
-        options["share_kv"] = config.tiers.enabled or config.transfer.role != "null"
+        options["share_kv"] = config.kv_store.enabled or config.disagg.role != "null"
         if config.nodes.count > 1:
             options["nodes"] = asdict(config.nodes) | {"weights": model_digest(config.model_path)}
     try:
@@ -114,8 +114,8 @@ class SchedulerLoop:
         self.state = LoopState()
         with ExitStack() as resources:
             tape = _closing(resources, open_tape(config, rank))
-            told = open_kv_events(config, rank, lambda: deliver(RpcRequest(UNASKED, "tell_kv")))
-            kv_events = _closing(resources, told)
+            publisher = open_kv_events(config, rank, lambda: deliver(RpcRequest(NO_REPLY, "publish_kv_snapshot")))
+            kv_events = _closing(resources, publisher)
             self.flush_tape: Callable[[], None] = tape.flush if tape is not None else lambda: None
             executor = _closing(resources, load_executor(config))
             self.info = executor.info
@@ -125,8 +125,8 @@ class SchedulerLoop:
             lookahead = _closing(resources, LookaheadClient(core, config.scheduler_settings(executor.info)))
             grammars = _closing(resources, GrammarCompiler(executor, deliver, lambda: tokenizer_text(config)))
             # Closed before the executor, whose pages they read and write.
-            transfers = _closing(resources, open_disagg_connector(config, core, executor, deliver, rank))
-            tiers = _closing(resources, open_kv_store_connector(config, core, executor, deliver, rank))
+            disagg = _closing(resources, open_disagg_connector(config, core, executor, deliver, rank))
+            kv_store = _closing(resources, open_kv_store_connector(config, core, executor, deliver, rank))
             adapters = None
             if config.scheduler.enable_lora:
                 loader = LoraLoader(executor, core, deliver, port.send, config.max_loaded_loras)
@@ -137,14 +137,14 @@ class SchedulerLoop:
                 port,
                 log=StepLog(config.decode_log_interval),
                 state=self.state,
-                hook=create_priority_updates(config.priority_function, self.core),
+                priority_updates=create_priority_updates(config.priority_function, self.core),
                 lookahead=lookahead,
                 kv_events=kv_events,
                 policy_note=policy_note,
                 rank=rank,
                 shares_tenants=config.ranks > 1,
                 grammars=grammars,
-                kv=KvMultiConnector(self.core, transfers, tiers, rank),
+                kv=KvMultiConnector(self.core, disagg, kv_store, rank),
                 adapters=adapters,
             )
             self._max_in_flight = config.plans_in_flight(executor.info)

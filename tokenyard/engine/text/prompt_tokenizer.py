@@ -140,9 +140,9 @@ class PromptTokenizer:
             raise InvalidRequestError("this server has no tokenizer: send token ids instead of text", param="prompt")
         if len(text) <= INLINE_CHARS:
             return np.array(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
-        most = max(self.max_bytes, MIN_COUNTED_BYTES) if allow_too_long else self.max_bytes
-        size = len(text) if len(text) > most else len(text.encode("utf-8", "surrogatepass"))
-        if size > most:
+        max_bytes = max(self.max_bytes, MIN_COUNTED_BYTES) if allow_too_long else self.max_bytes
+        size = len(text) if len(text) > max_bytes else len(text.encode("utf-8", "surrogatepass"))
+        if size > max_bytes:
             raise self._too_long(size)
         job = _TokenizeTask(tokenizer, text, add_special_tokens)
         counts_first = size > COUNTED_BYTES_PER_TOKEN * self.max_prompt_tokens and not allow_too_long

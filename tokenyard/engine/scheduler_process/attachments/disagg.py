@@ -74,14 +74,14 @@ class DisaggConnector:
         self._deliver = deliver
         self._info = info
         self._cost = core.cost or prior_cost_model(info)
-        self._asked: set[int] = set()
-        self._rooms: set[int] = set()
+        self._remote_prefills: set[int] = set()
+        self._bootstrap_requests: set[int] = set()
         self._load_at_ns = 0
         beat_ns = round(config.beat_s * NS_PER_S)
-        terms = Timeouts(lease_ns=round(config.lease_s * NS_PER_S), beat_ns=beat_ns, silence_ns=3 * beat_ns)
-        self._node = KvTransferManager(
+        timeouts = Timeouts(lease_ns=round(config.lease_s * NS_PER_S), beat_ns=beat_ns, silence_ns=3 * beat_ns)
+        self._manager = KvTransferManager(
             identity,
-            terms,
+            timeouts,
             deliver,
             self._request_for,
             first_number=FIRST_NUMBER,
@@ -89,36 +89,38 @@ class DisaggConnector:
             port=config.port + rank if config.port else 0,
             backend=config.backend,
         )
-        self._dialer = Dialer(config.prefill_engines, self._node.dialled)
-        self._node.on_lost = self._dialer.lost
-        self._dialer.on_unreachable = lambda name: self._node.call(partial(self._node.decode_peer.unreachable, name))
-        self._node.start()
+        self._dialer = Dialer(config.prefill_engines, self._manager.dialled)
+        self._manager.on_lost = self._dialer.lost
+        self._dialer.on_unreachable = lambda name: self._manager.call(
+            partial(self._manager.decode_peer.unreachable, name)
+        )
+        self._manager.start()
         self._dialer.start()
 
     def close(self) -> None:
         """End all transfers and wait for their ends."""
         self._dialer.close()
-        self._node.close()
+        self._manager.close()
 
     @property
     def busy(self) -> bool:
         """Whether requests wait for other engines."""
-        return self._node.decode_peer.open_keys > 0
+        return self._manager.decode_peer.open_keys > 0
 
     def describe(self) -> dict[str, Any]:
         """What people and other engines should know."""
-        node = self._node
+        manager = self._manager
         return {
             "role": self._config.role,
-            "address": node.address,
-            "boot_id": node.identity.hello.boot_id,
-            "open": node.decode_peer.open_keys,
-            "computing_for_others": node.prefill_peer.open_keys,
-            "held_for_others": node.prefill_peer.held_keys,
-            "moved_bytes": node.moved_bytes,
-            "connected": [peer.name for peer in node.healthy_peers],
-            **{name: count for name, count in node.prefill_peer.counters.items() if count},
-            **dict(node.decode_peer.counters),
+            "address": manager.address,
+            "boot_id": manager.identity.hello.boot_id,
+            "open": manager.decode_peer.open_keys,
+            "computing_for_others": manager.prefill_peer.open_keys,
+            "held_for_others": manager.prefill_peer.held_keys,
+            "moved_bytes": manager.moved_bytes,
+            "connected": [peer.name for peer in manager.healthy_peers],
+            **{name: count for name, count in manager.prefill_peer.counters.items() if count},
+            **dict(manager.decode_peer.counters),
         }
 
     # ---- what the event loop says ----------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class DisaggConnector:
         if request.number >= FIRST_NUMBER:
             return request
         if request.kv is not None and request.sampling.n == 1:
-            return self._meet(request, request.kv)
+            return self._join_bootstrap_room(request, request.kv)
         if self._config.role == "prefill" or not self._config.prefill_engines:
             return request
         options = request.logprobs
@@ -140,12 +142,12 @@ class DisaggConnector:
         peer = self._peer_for(tokens - cached, own_s)
         if peer is None:
             return request
-        self._ask(request, peer, own_s * peer.slowdown + peer.load_s)
+        self._request_remote_prefill(request, peer, own_s * peer.slowdown + peer.load_s)
         return replace(request, awaits_kv=True)
 
-    def move(self, wanted: list[KvMove]) -> None:
+    def move(self, moves: list[KvMove]) -> None:
         """Take on what the scheduler wants loaded or handed over."""
-        for one in wanted:
+        for one in moves:
             if isinstance(one, Load):
                 self._load(one)
             elif isinstance(one, Handover):
@@ -156,12 +158,12 @@ class DisaggConnector:
         now = time.monotonic_ns()
         if now - self._load_at_ns > LOAD_INTERVAL_NS:
             self._load_at_ns = now
-            prefill_peer = self._node.prefill_peer
+            prefill_peer = self._manager.prefill_peer
             prefill_peer.load_s, prefill_peer.slowdown = self._core.prefill_load(self._cost, now)
-        if self._asked:
-            self._note_ends(batch)
-        if self._rooms:
-            self._note_halves(batch)
+        if self._remote_prefills:
+            self._report_ended(batch)
+        if self._bootstrap_requests:
+            self._report_bootstrap_prefills(batch)
         foreign = batch.numbers >= FIRST_NUMBER
         if foreign.any() or any(finish.number >= FIRST_NUMBER for finish in batch.finished):
             self._remove_foreign_rows(batch, foreign)
@@ -172,15 +174,15 @@ class DisaggConnector:
         """The engine that should compute a prompt of `uncached` tokens, which takes `own_s` on an idle device; None for
         this one.
         """
-        healthy_peers = self._node.healthy_peers
+        healthy_peers = self._manager.healthy_peers
         if not healthy_peers:
             return None
         peer = healthy_peers[0]
         waits_s, slowdown = self._core.prefill_load(self._cost, time.monotonic_ns())
         copy_s = self._cost.copy(uncached * self._info.kv_bytes_per_token, "network")
         here_s, there_s = waits_s + own_s * slowdown, peer.load_s + own_s * peer.slowdown + copy_s
-        least = max(BLOCK_TOKENS, self._info.page_size)
-        return peer if should_prefill_remotely(self._config.role, uncached, least, here_s, there_s) else None
+        min_tokens = max(BLOCK_TOKENS, self._info.page_size)
+        return peer if should_prefill_remotely(self._config.role, uncached, min_tokens, here_s, there_s) else None
 
     def _prefill_s(self, tokens: int, cached: int) -> float:
         """How long prompts of `tokens`, of which `cached` are there, are believed to take."""
@@ -190,9 +192,9 @@ class DisaggConnector:
         work.add_chunk(cached, tokens - cached)
         return self._cost.step(work)
 
-    def _ask(self, request: Request, peer: Peer, predicted_s: float) -> None:
+    def _request_remote_prefill(self, request: Request, peer: Peer, predicted_s: float) -> None:
         want = Want(
-            key=f"{self._node.identity.hello.boot_id}-{request.number}",
+            key=f"{self._manager.identity.hello.boot_id}-{request.number}",
             prompt=pack_ids(request.known_ids),
             sampling=replace(request.sampling, n=1, stop=[]),
             cache_salt=request.cache_salt,
@@ -207,21 +209,21 @@ class DisaggConnector:
         numbers = range(request.number, request.number + request.sampling.n)
         plain = request.sampling.n == 1 and not request.grammar and request.logprobs is None
         takes_token = plain and not len(request.output_ids)
-        timeout_ns, decode_peer = round(max_s * NS_PER_S), self._node.decode_peer
-        self._asked.add(request.number)
-        self._node.call(lambda now: decode_peer.want(want, numbers, peer, now, timeout_ns, takes_token=takes_token))
+        timeout_ns, decode_peer = round(max_s * NS_PER_S), self._manager.decode_peer
+        self._remote_prefills.add(request.number)
+        self._manager.call(lambda now: decode_peer.want(want, numbers, peer, now, timeout_ns, takes_token=takes_token))
 
-    def _meet(self, request: Request, route: BootstrapInfo) -> Request:
+    def _join_bootstrap_room(self, request: Request, route: BootstrapInfo) -> Request:
         """One half of a request that comes in two: hand its KV over under the room, or fetch it from there."""
-        prefill_peer, deliver, number = self._node.prefill_peer, self._deliver, request.number
+        prefill_peer, deliver, number = self._manager.prefill_peer, self._deliver, request.number
         if not route.peer:
-            self._rooms.add(number)
+            self._bootstrap_requests.add(number)
 
             def expect(now: int) -> None:
                 if not prefill_peer.expect(route.room, number, now):
                     deliver(Cancel([number], f"{route.room} is in use", "invalid"))
 
-            self._node.call(expect)
+            self._manager.call(expect)
             return replace(request, handover=True)
         options = request.logprobs
         if options is not None and options.prompt_from >= 0:
@@ -232,23 +234,23 @@ class DisaggConnector:
         return replace(request, awaits_kv=True)
 
     def _load(self, load: Load) -> None:
-        decode_peer, deliver = self._node.decode_peer, self._deliver
+        decode_peer, deliver = self._manager.decode_peer, self._deliver
 
         def command(now: int) -> None:
             if not decode_peer.loads(load, now):
                 # The offer has gone meanwhile.
                 deliver(KvLoaded(load.number, load.start))
 
-        self._node.call(command)
+        self._manager.call(command)
 
-    def _note_ends(self, batch: TokenBatch) -> None:
+    def _report_ended(self, batch: TokenBatch) -> None:
         """Tell of requests that have ended, or go on without the KV that was offered for them."""
-        decode_peer = self._node.decode_peer
-        over = [finish.number for finish in batch.finished if finish.number in self._asked]
-        over += [number for number in self._node.offered if not self._core.awaits_admission(number)]
+        decode_peer = self._manager.decode_peer
+        over = [finish.number for finish in batch.finished if finish.number in self._remote_prefills]
+        over += [number for number in self._manager.offered if not self._core.awaits_admission(number)]
         for number in over:
-            self._asked.discard(number)
-            self._node.call(partial(decode_peer.ended, number))
+            self._remote_prefills.discard(number)
+            self._manager.call(partial(decode_peer.ended, number))
 
     # ---- serving ---------------------------------------------------------------------------------------------------
 
@@ -279,34 +281,34 @@ class DisaggConnector:
         )
         return Submit(request)
 
-    def _note_halves(self, batch: TokenBatch) -> None:
+    def _report_bootstrap_prefills(self, batch: TokenBatch) -> None:
         """Note how the halves ended that clients sent for prefill; to a client, a handover is the end of a token."""
         for finish in batch.finished:
-            if finish.number not in self._rooms:
+            if finish.number not in self._bootstrap_requests:
                 continue
-            self._rooms.discard(finish.number)
+            self._bootstrap_requests.discard(finish.number)
             if finish.reason == "handover":
                 finish.reason = "length"
                 continue
             why = (finish.cause or "aborted") if finish.reason == "abort" else ""
             found = batch.tokens[batch.numbers == finish.number]
             token = int(found[-1]) if len(found) else -1
-            self._node.call(partial(self._node.prefill_peer.finished, finish.number, why, token))
+            self._manager.call(partial(self._manager.prefill_peer.finished, finish.number, why, token))
 
     def _hand_over(self, handover: Handover) -> None:
-        prefill_peer = self._node.prefill_peer
-        self._node.call(lambda now: prefill_peer.handed_over(handover, now))
+        prefill_peer = self._manager.prefill_peer
+        self._manager.call(lambda now: prefill_peer.handed_over(handover, now))
 
     def _remove_foreign_rows(self, batch: TokenBatch, foreign: np.ndarray) -> None:
         """Take the rows of other engines' requests out of a batch, and note how these requests ended."""
-        prefill_peer = self._node.prefill_peer
+        prefill_peer = self._manager.prefill_peer
         tokens = dict(zip(batch.numbers[foreign].tolist(), batch.tokens[foreign].tolist(), strict=True))
         for finish in batch.finished:
             if finish.number < FIRST_NUMBER or finish.reason == "handover":
                 continue
             why = (finish.cause or "aborted") if finish.reason == "abort" else ""
             token = tokens.get(finish.number, -1)
-            self._node.call(partial(prefill_peer.finished, finish.number, why, token))
+            self._manager.call(partial(prefill_peer.finished, finish.number, why, token))
         keep = ~foreign
         batch.numbers, batch.tokens, batch.hits = batch.numbers[keep], batch.tokens[keep], batch.hits[keep]
         batch.started = [started for started in batch.started if started.number < FIRST_NUMBER]
@@ -319,10 +321,10 @@ def open_disagg_connector(
     """The transfers that the settings ask for, if they do. Raises ConfigError for an executor whose KV cannot be moved
     or an address that cannot be had.
     """
-    transfer = config.transfer
-    if transfer.role == "null":
+    settings = config.disagg
+    if settings.role == "null":
         return None
-    return DisaggConnector(transfer, identify(config, executor), core, executor.info, deliver, rank)
+    return DisaggConnector(settings, identify(config, executor), core, executor.info, deliver, rank)
 
 
 def weights_digest(config: EngineConfig, info: ExecutorInfo) -> str:
@@ -347,4 +349,4 @@ def identify(config: EngineConfig, executor: Executor) -> EngineIdentity:
         machine=machine_id(),
         pid=os.getpid(),
     )
-    return EngineIdentity(hello, pages, config.transfer.secret.encode(), Probe())
+    return EngineIdentity(hello, pages, config.disagg.secret.encode(), Probe())

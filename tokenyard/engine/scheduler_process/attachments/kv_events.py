@@ -27,18 +27,18 @@ KEPT_BATCHES = 10_000
 MAX_SNAPSHOT_S = 5.0
 """How long a subscriber waits at most for the whole cache, which the scheduler tells between two steps."""
 
-STOP_LOOK_MS = 200
+STOP_POLL_MS = 200
 END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
-OWN_HOSTS = ("*", "0.0.0.0", "[::]", "::", "127.0.0.1", "localhost", "[::1]", "::1")
+LOCAL_HOSTS = ("*", "0.0.0.0", "[::]", "::", "127.0.0.1", "localhost", "[::1]", "::1")
 """Hosts at which one binds; to any other one connects, as to an indexer that hears all engines."""
 
 Batch = tuple[int, bytes]
 
 
-def is_own(endpoint: str) -> bool:
+def should_bind(endpoint: str) -> bool:
     """Whether an endpoint is one to bind to."""
     scheme, _, rest = endpoint.partition("://")
-    return scheme != "tcp" or rest.rpartition(":")[0] in OWN_HOSTS
+    return scheme != "tcp" or rest.rpartition(":")[0] in LOCAL_HOSTS
 
 
 class KvEventPublisher:
@@ -60,9 +60,9 @@ class KvEventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
         self._number = 0
         self._kept: deque[Batch] = deque(maxlen=KEPT_BATCHES)
-        self._whole = -1
+        self._snapshot_number = -1
         self._lock = threading.Lock()
-        self._told = threading.Condition(self._lock)
+        self._snapshot_sent = threading.Condition(self._lock)
         self._replay: _Replay | None = None
         try:
             self._socket = self._open(zmq.PUB, endpoint, "--kv-events-endpoint")
@@ -82,11 +82,11 @@ class KvEventPublisher:
     def publish(self, events: list[Any]) -> None:
         """Send the events of a step as one message; nothing for none."""
         if events:
-            self._send(events, whole=False)
+            self._send(events, is_snapshot=False)
 
     def publish_snapshot(self, events: list[Any]) -> None:
         """Send `events` that tell of the whole cache: the first one empties it."""
-        self._send(events, whole=True)
+        self._send(events, is_snapshot=True)
 
     def close(self) -> None:
         """Close the sockets; what was not sent yet is dropped."""
@@ -98,7 +98,7 @@ class KvEventPublisher:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         try:
-            if is_own(endpoint):
+            if should_bind(endpoint):
                 socket.setsockopt(zmq.IPV6, "[" in endpoint)
                 socket.bind(endpoint)
             else:
@@ -107,24 +107,24 @@ class KvEventPublisher:
             raise ConfigError(f"{flag} {endpoint}: {error}; choose another one") from error
         return socket
 
-    def _send(self, events: list[Any], *, whole: bool) -> None:
+    def _send(self, events: list[Any], *, is_snapshot: bool) -> None:
         payload = self._encoder.encode([time.time(), events, self._rank])
         with self._lock:
             number, self._number = self._number, self._number + 1
             self._kept.append((number, payload))
-            if whole:
-                self._whole = number
-                self._told.notify_all()
+            if is_snapshot:
+                self._snapshot_number = number
+                self._snapshot_sent.notify_all()
         self._socket.send_multipart([self._topic, number.to_bytes(NUMBER_BYTES, "big"), payload])
 
     def _since(self, number: int, request_snapshot: Callable[[], None]) -> list[Batch]:
         """All batches from `number` on, or from a newer one that tells of the whole cache."""
         with self._lock:
             if number < (self._kept[0][0] if self._kept else self._number) or number > self._number:
-                before = self._whole
+                before = self._snapshot_number
                 request_snapshot()
-                self._told.wait_for(lambda: self._whole > before, MAX_SNAPSHOT_S)
-                number = self._whole
+                self._snapshot_sent.wait_for(lambda: self._snapshot_number > before, MAX_SNAPSHOT_S)
+                number = self._snapshot_number
             return [batch for batch in self._kept if batch[0] >= number >= 0]
 
 
@@ -148,7 +148,7 @@ class _Replay:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                if self._socket.poll(STOP_LOOK_MS):
+                if self._socket.poll(STOP_POLL_MS):
                     self._answer(self._socket.recv_multipart())
             except zmq.ZMQError as error:
                 logger.warning("a request for KV events failed: %s", error)
@@ -172,15 +172,15 @@ def open_kv_events(config: EngineConfig, rank: int, request_snapshot: Callable[[
     if not config.scheduler.enable_kv_events:
         return None
     return KvEventPublisher(
-        _of_rank(config.kv_events_endpoint, rank),
+        _rank_endpoint(config.kv_events_endpoint, rank),
         rank,
         config.kv_events_topic,
-        _of_rank(config.kv_events_replay_endpoint, rank),
+        _rank_endpoint(config.kv_events_replay_endpoint, rank),
         request_snapshot,
     )
 
 
-def _of_rank(endpoint: str, rank: int) -> str:
+def _rank_endpoint(endpoint: str, rank: int) -> str:
     """The endpoint of a rank: its port, or its path, is `rank` further."""
     host, colon, port = endpoint.rpartition(":")
     if rank and port.isdecimal() and int(port):

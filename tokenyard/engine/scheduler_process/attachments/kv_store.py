@@ -51,9 +51,9 @@ from tokenyard.tape.recorder import Core
 logger = logging.getLogger(__name__)
 
 READERS = 2
-STUCK_NS = 5 * NS_PER_S
+WRITE_TIMEOUT_NS = 5 * NS_PER_S
 """A block whose writing takes longer makes the pages of all stores free again."""
-FLUSH_S = 3.5
+FLUSH_TIMEOUT_S = 3.5
 """Less than a scheduler process is given to end."""
 SPEED_WEIGHT = 0.2
 RECHECK_INTERVAL_NS, MAX_RECHECKS = NS_PER_S // 10, 8
@@ -83,11 +83,11 @@ class KvStoreConnector:
         self._per_block = self._block // info.page_size
         self._block_bytes = self._per_block * pool.page_bytes
         self._read_s_per_block = self._cost.copy(self._block_bytes, LINKS[config.backend])
-        self._pace = WriteThrottle(config.write_mb_s * 1e6)
+        self._write_throttle = WriteThrottle(config.write_mb_s * 1e6)
         self._lock = threading.Lock()
         """Of all that follows, and of the pages: who holds it and sees `alive` may touch them."""
-        self._storing: dict[int, BackupOperation] = {}
-        self._wanted: dict[int, PrefetchOperation] = {}
+        self._backups: dict[int, BackupOperation] = {}
+        self._prefetches: dict[int, PrefetchOperation] = {}
         self._flushing = threading.Event()
         self._to_store: queue.SimpleQueue[BackupOperation | None] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[Callable[[Block], None] | None] = queue.SimpleQueue()
@@ -106,27 +106,27 @@ class KvStoreConnector:
         if options is not None and options.prompt_from >= 0:
             return request
         cached = self._core.cached_tokens(request)
-        wanted = self._find(
+        prefetch = self._find(
             request.number, request.namespace, request.known_ids, cached, self._store.count_maybe_stored
         )
-        if wanted is None:
+        if prefetch is None:
             return request
-        if not self._should_load_kv(cached, wanted.tokens):
+        if not self._should_load_kv(cached, prefetch.tokens):
             self.counters.recomputed_requests += 1
             return request
-        wanted.answers = request.sampling.n
-        wanted.until_ns = time.monotonic_ns() + self._prefetch_timeout_ns(wanted.tokens - cached)
-        self._take_on(wanted)
-        self._to_read.put(lambda block: self._prefetch(wanted))
+        prefetch.answers = request.sampling.n
+        prefetch.deadline_ns = time.monotonic_ns() + self._prefetch_timeout_ns(prefetch.tokens - cached)
+        self._add_prefetch(prefetch)
+        self._to_read.put(lambda block: self._prefetch(prefetch))
         return replace(request, awaits_kv=self._config.prefetch_policy != "best_effort")
 
-    def take(self, wanted: list[KvMove]) -> list[KvMove]:
+    def take(self, moves: list[KvMove]) -> list[KvMove]:
         """Take on what concerns the store; returns the rest."""
         rest: list[KvMove] = []
-        for one in wanted:
+        for one in moves:
             if isinstance(one, Store):
-                self._store_later(one)
-            elif isinstance(one, Load) and (job := self._wanted.get(one.number)) is not None:
+                self._enqueue_backup(one)
+            elif isinstance(one, Load) and (job := self._prefetches.get(one.number)) is not None:
                 self._load(job, one)
             else:
                 rest.append(one)
@@ -138,33 +138,33 @@ class KvStoreConnector:
         if now >= self._recheck_at_ns and self._store.blocks:
             self._recheck_at_ns = now + RECHECK_INTERVAL_NS
             events += self._recheck()
-        if not (self._wanted or self._storing):
+        if not (self._prefetches or self._backups):
             return events
         with self._lock:
-            for job in list(self._wanted.values()):
-                if now < job.until_ns:
+            for job in list(self._prefetches.values()):
+                if now < job.deadline_ns:
                     continue
                 if job.load is not None:
                     self.counters.late_loads += 1
-                    events += self._arrive(job)
+                    events += self._end_load(job)
                 else:
-                    events += self._tell(job)
-            if self._writing_since_ns and now - self._writing_since_ns > STUCK_NS:
+                    events += self._announce(job)
+            if self._writing_since_ns and now - self._writing_since_ns > WRITE_TIMEOUT_NS:
                 events += self._release_all()
         return events
 
     def on_output(self, batch: TokenBatch) -> None:
         """Forget requests that have ended."""
-        if not self._wanted:
+        if not self._prefetches:
             return
         for finish in batch.finished:
-            job = self._wanted.get(finish.number)
+            job = self._prefetches.get(finish.number)
             if job is None:
                 continue
             with self._lock:
-                for event in self._arrive(job) if job.load is not None else ():
+                for event in self._end_load(job) if job.load is not None else ():
                     self._deliver(event)
-                self._wanted.pop(finish.number, None)
+                self._prefetches.pop(finish.number, None)
 
     def release_all(self) -> list[Event]:
         """Give up all that is being stored, so that its pages are free."""
@@ -174,7 +174,7 @@ class KvStoreConnector:
     @property
     def busy(self) -> bool:
         """Whether requests wait for KV from below."""
-        return bool(self._wanted)
+        return bool(self._prefetches)
 
     def clear(self) -> int:
         """Forget all that is stored; returns how many blocks that was."""
@@ -191,8 +191,8 @@ class KvStoreConnector:
             "block_tokens": self._block,
             "blocks": self._store.blocks,
             "stored_bytes": self._store.stored_bytes,
-            "storing": len(self._storing),
-            "loading": len(self._wanted),
+            "storing": len(self._backups),
+            "loading": len(self._prefetches),
             "read_bytes_per_s": round(speed),
             **counters,
             **self._store.counters.public(),
@@ -207,7 +207,7 @@ class KvStoreConnector:
         self._flushing.set()
         with self._lock:
             self._release_all()
-            for job in self._wanted.values():
+            for job in self._prefetches.values():
                 job.alive = False
         self._to_store.put(None)
         for _ in range(READERS):
@@ -222,93 +222,93 @@ class KvStoreConnector:
         ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
         with self._lock:
             self._deliver = ended.put
-            self._pace.bytes_per_s = 0.0
+            self._write_throttle.bytes_per_s = 0.0
             self._flushing.set()
-        until = time.monotonic() + FLUSH_S
+        until = time.monotonic() + FLUSH_TIMEOUT_S
         while True:
             self._core.store_whole_cache(time.monotonic_ns())
             self.take(self._core.drain_moves())
             left_s = until - time.monotonic()
-            if not self._storing or left_s <= 0:
+            if not self._backups or left_s <= 0:
                 return
             try:
                 self._core.apply(ended.get(timeout=left_s), time.monotonic_ns())
             except queue.Empty:
-                logger.warning("not all KV could be stored in %g s", FLUSH_S)
+                logger.warning("not all KV could be stored in %g s", FLUSH_TIMEOUT_S)
 
     # ---- storing ---------------------------------------------------------------------------------------------------
 
-    def _store_later(self, offer: Store) -> None:
-        storing = BackupOperation(offer)
+    def _enqueue_backup(self, offer: Store) -> None:
+        backup = BackupOperation(offer)
         with self._lock:
-            self._storing[offer.number] = storing
-        self._to_store.put(storing)
+            self._backups[offer.number] = backup
+        self._to_store.put(backup)
 
     def _release_all(self) -> list[Event]:
-        gone = [storing.offer.number for storing in self._storing.values()]
-        for storing in self._storing.values():
-            storing.alive = False
-        self._storing.clear()
+        gone = [backup.offer.number for backup in self._backups.values()]
+        for backup in self._backups.values():
+            backup.alive = False
+        self._backups.clear()
         return [PagesReleased(number) for number in gone]
 
     def _write_all(self) -> None:
         block = block_buffer(self._block_bytes)
-        while (storing := self._to_store.get()) is not None:
+        while (backup := self._to_store.get()) is not None:
             try:
-                self._write(storing, block)
+                self._write(backup, block)
             except Exception:
                 logger.exception("KV could not be stored")
             with self._lock:
-                if storing.alive:
-                    storing.alive = False
-                    del self._storing[storing.offer.number]
-                    self._deliver(PagesReleased(storing.offer.number))
+                if backup.alive:
+                    backup.alive = False
+                    del self._backups[backup.offer.number]
+                    self._deliver(PagesReleased(backup.offer.number))
 
-    def _write(self, storing: BackupOperation, block: Block) -> None:
+    def _write(self, backup: BackupOperation, block: Block) -> None:
         """Store those blocks of an offer that the store lacks, first ones first."""
-        offer, size = storing.offer, self._per_block
+        offer, size = backup.offer, self._per_block
         digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
         for place, digest in enumerate(digests):
             if self._store.count_stored([digest]):
                 continue
-            if time.monotonic_ns() < self._pace.paused_until_ns or not self._write_block(
-                storing, digest, place * size, block
+            if time.monotonic_ns() < self._write_throttle.paused_until_ns or not self._write_block(
+                backup, digest, place * size, block
             ):
                 self.counters.dropped_blocks += len(digests) - place
                 break
         self._store.touch(digests)
 
-    def _write_block(self, storing: BackupOperation, digest: bytes, first: int, block: Block) -> bool:
+    def _write_block(self, backup: BackupOperation, digest: bytes, first: int, block: Block) -> bool:
         """Store one block; False if that cannot be now."""
-        self._throttle()
+        self._wait_for_throttle()
         with self._lock:
-            if not storing.alive:
+            if not backup.alive:
                 return False
-            self._pool.gather(storing.offer.pages[first : first + self._per_block], block)
+            self._pool.gather(backup.offer.pages[first : first + self._per_block], block)
             self._writing_since_ns = time.monotonic_ns()
         try:
             self._store.put(digest, block)
         except (OSError, TokenyardError) as error:
             self.counters.failed_writes += 1
-            if not self._pace.pause_ns:
+            if not self._write_throttle.pause_ns:
                 logger.warning("KV is not stored for now: %s", error)
-            self._pace.failed(time.monotonic_ns())
+            self._write_throttle.failed(time.monotonic_ns())
             return False
         finally:
             self._writing_since_ns = 0
-        self._pace.pause_ns = 0
+        self._write_throttle.pause_ns = 0
         self.counters.written_bytes += self._block_bytes
         return True
 
-    def _throttle(self) -> None:
+    def _wait_for_throttle(self) -> None:
         """Wait until the next block may be written."""
-        pace = self._pace
-        if not pace.bytes_per_s:
+        throttle = self._write_throttle
+        if not throttle.bytes_per_s:
             return
         now = time.monotonic_ns()
-        if (wait_ns := pace.next_ns - now) > 0:
+        if (wait_ns := throttle.next_ns - now) > 0:
             self._flushing.wait(wait_ns / NS_PER_S)
-        pace.next_ns = max(now, pace.next_ns) + round(self._block_bytes / pace.bytes_per_s * NS_PER_S)
+        throttle.next_ns = max(now, throttle.next_ns) + round(self._block_bytes / throttle.bytes_per_s * NS_PER_S)
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 
@@ -318,17 +318,17 @@ class KvStoreConnector:
         """What is below, as `count_stored` says, of a request's `known` tokens beyond the first `cached`, None for less
         than a block.
         """
-        below = stored_prefix(known, namespace, cached, self._block, count_stored)
+        found = stored_prefix(known, namespace, cached, self._block, count_stored)
         return (
             None
-            if below is None
-            else PrefetchOperation(number, 1, below.digests, below.first, below.found, below.tokens)
+            if found is None
+            else PrefetchOperation(number, 1, found.digests, found.first, found.found, found.tokens)
         )
 
-    def _take_on(self, wanted: PrefetchOperation) -> None:
-        self._store.touch(wanted.digests[: wanted.first + wanted.found])
+    def _add_prefetch(self, prefetch: PrefetchOperation) -> None:
+        self._store.touch(prefetch.digests[: prefetch.first + prefetch.found])
         with self._lock:
-            self._wanted[wanted.number] = wanted
+            self._prefetches[prefetch.number] = prefetch
 
     def _recheck(self) -> list[Event]:
         """Requests that lost their place, and whose KV has left the prefix cache since, come back with what is below.
@@ -337,15 +337,15 @@ class KvStoreConnector:
         """
         events: list[Event] = []
         for one in self._core.requeued(MAX_RECHECKS):
-            if one.number in self._wanted:
+            if one.number in self._prefetches:
                 continue
-            wanted = self._find(one.number, one.namespace, one.known_ids, one.cached, self._store.count_stored)
-            if wanted is not None and self._should_load_kv(one.cached, wanted.tokens):
-                wanted.told = True
-                self._take_on(wanted)
+            prefetch = self._find(one.number, one.namespace, one.known_ids, one.cached, self._store.count_stored)
+            if prefetch is not None and self._should_load_kv(one.cached, prefetch.tokens):
+                prefetch.announced = True
+                self._add_prefetch(prefetch)
                 self.counters.hit_requests += 1
                 self.counters.swapped_in_requests += 1
-                events.append(KvAvailable(one.number, wanted.tokens))
+                events.append(KvAvailable(one.number, prefetch.tokens))
         return events
 
     def _should_load_kv(self, cached: int, tokens: int) -> bool:
@@ -371,33 +371,33 @@ class KvStoreConnector:
         """Have the blocks of a request ready, then say how far its KV reaches."""
         try:
             for digest in job.digests[job.first : job.first + job.found]:
-                if job.told or not self._store.prefetch(digest):
+                if job.announced or not self._store.prefetch(digest):
                     break
                 job.ready += 1
         except OSError as error:
             logger.warning("stored KV could not be read: %s", error)
         with self._lock:
-            for event in self._tell(job):
+            for event in self._announce(job):
                 self._deliver(event)
 
-    def _tell(self, job: PrefetchOperation) -> list[Event]:
+    def _announce(self, job: PrefetchOperation) -> list[Event]:
         """Open the gate of a request, once, for as many blocks as are ready."""
-        if job.told or self._wanted.get(job.number) is not job:
+        if job.announced or self._prefetches.get(job.number) is not job:
             return []
-        job.told, job.until_ns = True, NEVER_NS
+        job.announced, job.deadline_ns = True, NEVER_NS
         tokens = min((job.first + job.ready) * self._block, job.tokens) if job.ready else 0
         if tokens:
             self.counters.hit_requests += 1
         else:
-            del self._wanted[job.number]
+            del self._prefetches[job.number]
         others = range(job.number + 1, job.number + job.answers)
         return [KvAvailable(job.number, tokens), *(OpenGate(number, Gate.KV) for number in others)]
 
     def _load(self, job: PrefetchOperation, load: Load) -> None:
         now = time.monotonic_ns()
         with self._lock:
-            job.load, job.alive, job.arrived = load, True, load.start
-            job.until_ns = now + self._prefetch_timeout_ns(len(load.pages) * self._info.page_size)
+            job.load, job.alive, job.loaded_end = load, True, load.start
+            job.deadline_ns = now + self._prefetch_timeout_ns(len(load.pages) * self._info.page_size)
         self._to_read.put(lambda block: self._read(job, load, block))
 
     def _read(self, job: PrefetchOperation, load: Load, block: Block) -> None:
@@ -416,7 +416,7 @@ class KvStoreConnector:
                     if not job.alive:
                         return
                     self._pool.scatter(block, self._per_block, (begin - place * size) // page, pages)
-                    job.arrived = begin + len(pages) * page
+                    job.loaded_end = begin + len(pages) * page
                     self.counters.loaded_bytes += len(pages) * self._pool.page_bytes
                     self.counters.loaded_tokens += len(pages) * page
                     self._read_s_per_block += SPEED_WEIGHT * (time.monotonic() - began - self._read_s_per_block)
@@ -424,16 +424,16 @@ class KvStoreConnector:
             self.counters.failed_loads += 1
             logger.warning("stored KV could not be read: %s", error)
         with self._lock:
-            for event in self._arrive(job):
+            for event in self._end_load(job):
                 self._deliver(event)
 
-    def _arrive(self, job: PrefetchOperation) -> list[Event]:
+    def _end_load(self, job: PrefetchOperation) -> list[Event]:
         """End a load, once."""
         if not job.alive:
             return []
         job.alive = False
-        self._wanted.pop(job.number, None)
-        return [KvLoaded(job.number, job.arrived)]
+        self._prefetches.pop(job.number, None)
+        return [KvLoaded(job.number, job.loaded_end)]
 
 
 def open_kv_store_connector(
@@ -442,8 +442,8 @@ def open_kv_store_connector(
     """The store below that the settings ask for, if they do. Raises ConfigError for a folder or an address that cannot
     be used, and for an executor whose KV cannot be moved.
     """
-    if not config.tiers.enabled:
+    if not config.kv_store.enabled:
         return None
     pool = open_pool(executor)
     store = open_store(config, executor, pool, rank)
-    return KvStoreConnector(config.tiers, store, pool, core, executor.info, deliver)
+    return KvStoreConnector(config.kv_store, store, pool, core, executor.info, deliver)

@@ -37,7 +37,7 @@ def open_store(config: EngineConfig, executor: Executor, pool: BlockPool, rank: 
 
     Raises ConfigError for a folder or an address that cannot be used, and where no tier is left.
     """
-    tiers, info = config.tiers, executor.info
+    kv_store, info = config.kv_store, executor.info
     tokens, found = tokens_per_block(info.page_size), executor.pieces(np.arange(1, dtype=np.int32))
     form = BlockFormat(
         model=weights_digest(config, info),
@@ -46,13 +46,13 @@ def open_store(config: EngineConfig, executor: Executor, pool: BlockPool, rank: 
         pieces=found.addresses.shape[1],
         block_bytes=tokens // info.page_size * pool.page_bytes,
     )
-    host = _host_blocks(tiers, form, info.num_pages * pool.page_bytes, on_device=found.device != "cpu")
-    if tiers.backend == "disk":
-        folder = tiers.folder if not rank else f"{tiers.folder}/rank-{rank}"
-        lower: BlockStore = SlabStore(folder, form, round(tiers.max_gb * GB), round(tiers.min_free_gb * GB))
+    host = _host_blocks(kv_store, form, info.num_pages * pool.page_bytes, on_device=found.device != "cpu")
+    if kv_store.backend == "disk":
+        folder = kv_store.folder if not rank else f"{kv_store.folder}/rank-{rank}"
+        lower: BlockStore = SlabStore(folder, form, round(kv_store.max_gb * GB), round(kv_store.min_free_gb * GB))
         logger.info("KV store %s: %d blocks of %d tokens found", folder, lower.blocks, tokens)
-    elif tiers.backend == "valkey":
-        lower = RemoteStore(tiers.url, form)
+    elif kv_store.backend == "valkey":
+        lower = RemoteStore(kv_store.url, form)
         host = max(host, STAGING_BYTES // max(form.block_bytes, 1))
     elif host:
         return MemoryStore(host)
@@ -64,16 +64,16 @@ def open_store(config: EngineConfig, executor: Executor, pool: BlockPool, rank: 
     return LayeredStore(MemoryStore(host), lower, form.block_bytes) if host else lower
 
 
-def _host_blocks(tiers: KvStoreConfig, form: BlockFormat, pool_bytes: int, *, on_device: bool) -> int:
+def _host_blocks(kv_store: KvStoreConfig, form: BlockFormat, pool_bytes: int, *, on_device: bool) -> int:
     """How many blocks the tier in host memory holds. Raises ConfigError for a size of less than one."""
     if not on_device:
-        if tiers.host_gb or tiers.host_ratio is not None:
+        if kv_store.host_gb or kv_store.host_ratio is not None:
             logger.warning(
                 "--hicache-ratio and --hicache-size have no effect on a CPU: its KV pool is in host memory already"
             )
         return 0
-    ratio = 2.0 if tiers.host_ratio is None else tiers.host_ratio
-    blocks = int((tiers.host_gb * GB or ratio * pool_bytes) // max(form.block_bytes, 1))
+    ratio = 2.0 if kv_store.host_ratio is None else kv_store.host_ratio
+    blocks = int((kv_store.host_gb * GB or ratio * pool_bytes) // max(form.block_bytes, 1))
     if blocks < 1:
         raise ConfigError(f"--hicache-size is less than one block of KV, {form.block_bytes} bytes")
     return blocks

@@ -31,12 +31,12 @@ class PrefetchOperation:
     first: int
     found: int
     tokens: int
-    until_ns: int = NEVER_NS
+    deadline_ns: int = NEVER_NS
     ready: int = 0
-    told: bool = False
+    announced: bool = False
     load: Load | None = None
     alive: bool = False
-    arrived: int = 0
+    loaded_end: int = 0
 
 
 @dataclass(slots=True)

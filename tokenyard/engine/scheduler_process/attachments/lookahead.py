@@ -130,11 +130,11 @@ class LookaheadClient:
         self._pacer: LookaheadPacer | None = None
         self._pipe: FramePipe | None = None
         self._ending: list[FramePipe] = []
-        self._first: SetPolicy | None = None
-        self._asked_ns: int | None = None
+        self._initial_policy: SetPolicy | None = None
+        self._query_sent_ns: int | None = None
         self._poll_ns = self._restart_ns = 0
         self._pause_ns = MIN_BACKOFF_NS
-        self._asks, self._failures, self._cpu_s, self._note = 0, 0, 0.0, ""
+        self._queries, self._failures, self._cpu_s, self._note = 0, 0, 0.0, ""
         if settings.schedule_policy == AdaptivePolicy.name:
             self.chosen(SetPolicy(AdaptivePolicy.name, settings.policy_options), time.monotonic_ns())
 
@@ -148,8 +148,8 @@ class LookaheadClient:
         self._adaptive_options = adaptive_options = AdaptiveOptions.of(settings)
         self._selector = CandidateSelector(adaptive_options.candidates, switches=self._selector.switches)
         self._pacer = LookaheadPacer(adaptive_options, now)
-        self._first = self._selector.begin()
-        self._asked_ns = None
+        self._initial_policy = self._selector.begin()
+        self._query_sent_ns = None
         if self._pipe is None:
             self._start(now)
 
@@ -172,7 +172,7 @@ class LookaheadClient:
         self._ending = [pipe for pipe in self._ending if not pipe.gone()]
         if self._adaptive_options is None:
             return None
-        event, self._first = self._first, None
+        event, self._initial_policy = self._initial_policy, None
         try:
             return self._exchange(now) or event
         except (LookaheadError, OSError, ValueError) as error:
@@ -187,34 +187,34 @@ class LookaheadClient:
         event = None
         for frame in self._pipe.pump():
             event = self._take(decode_reply(frame), now)
-        if self._asked_ns is not None and now - self._asked_ns > STALL_NS:
+        if self._query_sent_ns is not None and now - self._query_sent_ns > STALL_NS:
             raise LookaheadError(f"it has not answered for {STALL_NS // NS_PER_S} s")
         assert self._pacer is not None
-        if self._asked_ns is None and now >= self._pacer.next_ns and self._core.has_work:
-            self._ask(now)
+        if self._query_sent_ns is None and now >= self._pacer.next_ns and self._core.has_work:
+            self._send_query(now)
         return event
 
-    def _ask(self, now: int) -> None:
+    def _send_query(self, now: int) -> None:
         assert self._pipe is not None
         assert self._adaptive_options is not None
-        self._asks += 1
-        ask = LookaheadQuery(
-            self._asks, self._selector.wanted(), self._adaptive_options.horizon_s, self._core.lookahead_state(now)
+        self._queries += 1
+        query = LookaheadQuery(
+            self._queries, self._selector.wanted(), self._adaptive_options.horizon_s, self._core.lookahead_state(now)
         )
-        self._pipe.send(encode(ask))
-        self._asked_ns = now
+        self._pipe.send(encode(query))
+        self._query_sent_ns = now
 
-    def _take(self, answer: LookaheadReply, now: int) -> SetPolicy | None:
+    def _take(self, reply: LookaheadReply, now: int) -> SetPolicy | None:
         """Judge an answer; one to a question from before the policy was chosen anew is dropped."""
-        if answer.number > self._asks or not 0.0 <= answer.cpu_s < 1e6:
+        if reply.number > self._queries or not 0.0 <= reply.cpu_s < 1e6:
             raise ValueError("it answers what was not asked")
-        self._cpu_s += answer.cpu_s
-        if self._asked_ns is None or answer.number < self._asks:
+        self._cpu_s += reply.cpu_s
+        if self._query_sent_ns is None or reply.number < self._queries:
             return None
         assert self._pacer is not None
-        event = self._selector.take(answer.scores, now)
-        self._pacer.record_lookahead(self._asked_ns, answer.cpu_s)
-        self._asked_ns = None
+        event = self._selector.take(reply.scores, now)
+        self._pacer.record_lookahead(self._query_sent_ns, reply.cpu_s)
+        self._query_sent_ns = None
         self._pause_ns = MIN_BACKOFF_NS
         if self._note:
             self._note = ""
@@ -243,25 +243,25 @@ class LookaheadClient:
         if self._pipe is not None:
             self._pipe.kill()
             self._ending.append(self._pipe)
-        self._pipe, self._asked_ns = None, None
+        self._pipe, self._query_sent_ns = None, None
 
     def describe(self, now: int) -> dict[str, Any]:
         """What is known and was done, for people; empty while another policy was chosen."""
         if self._adaptive_options is None:
             return {}
-        judge = self._selector
+        selector = self._selector
         return {
-            "current": judge.current,
-            "candidates": list(judge.candidates),
-            "looks": judge.looks,
+            "current": selector.current,
+            "candidates": list(selector.candidates),
+            "looks": selector.looks,
             "cpu_s": round(self._cpu_s, 3),
             "failures": self._failures,
             "note": self._note,
-            "scores": [asdict(score) for score in judge.scores],
-            "switches": [{"candidate": name, "times": times} for name, times in judge.switches.items()],
+            "scores": [asdict(score) for score in selector.scores],
+            "switches": [{"candidate": name, "times": times} for name, times in selector.switches.items()],
             "latest": [
                 {"candidate": one.candidate, "reason": one.reason, "ago_s": round((now - one.at_ns) / NS_PER_S, 1)}
-                for one in judge.latest
+                for one in selector.latest
             ],
         }
 

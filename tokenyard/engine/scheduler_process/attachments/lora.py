@@ -10,14 +10,14 @@ from itertools import islice
 
 from tokenyard.base import ConfigError, Executor, InvalidRequestError, OpenGate, Request, UnloadAdapter
 from tokenyard.base.events import Cancel
-from tokenyard.engine.processes.messages import UNASKED, RpcReply, RpcRequest
+from tokenyard.engine.processes.messages import NO_REPLY, RpcReply, RpcRequest
 from tokenyard.kv_layout.model_digest import adapter_digest
 from tokenyard.scheduler.row_state import Gate
 from tokenyard.tape.recorder import Core
 
 logger = logging.getLogger(__name__)
 
-VERBS = ("load_adapter", "unload_adapter", "adapter_read")
+LORA_VERBS = ("load_adapter", "unload_adapter", "adapter_read")
 """What this does of the calls to a scheduler process. The last one is the reading thread's own."""
 
 SLOW_READ_S = 1.0
@@ -55,7 +55,7 @@ class LoraLoader:
         self._poll_at_s = 0.0
         self._reading: dict[str, list[int]] = {}
         self._waiting: dict[str, list[int]] = {}
-        self._leaving: dict[str, list[int]] = {}
+        self._unloading: dict[str, list[int]] = {}
         self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
 
@@ -70,7 +70,7 @@ class LoraLoader:
         if call.verb == "load_adapter":
             self._load(call.call_id, adapter, str(call.arguments["folder"]))
         elif call.verb == "unload_adapter":
-            self._leaving.setdefault(adapter, []).append(call.call_id)
+            self._unloading.setdefault(adapter, []).append(call.call_id)
         else:
             self._read(adapter, str(call.arguments["refusal"]))
 
@@ -81,25 +81,25 @@ class LoraLoader:
         if not request.lora:
             return request
         if request.lora in self._ready:
-            self._used(request.lora)
+            self._mark_used(request.lora)
             return request
         if request.lora not in self._folders:
             raise InvalidRequestError(f"the adapter {request.lora!r} is not loaded here", param="lora_path")
         if request.lora not in self._reading:
-            self._start_reading(request.lora, UNASKED)
+            self._start_reading(request.lora, NO_REPLY)
         self._waiting.setdefault(request.lora, []).extend(_numbers(request))
         return replace(request, awaits_adapter=True)
 
     def poll(self) -> None:
         """Free the adapters that are to be dropped and that no request has any more, and those beyond the limit."""
-        for adapter in [adapter for adapter in self._leaving if adapter not in self._reading]:
+        for adapter in [adapter for adapter in self._unloading if adapter not in self._reading]:
             if self._core.uses_adapter(adapter):
                 continue
             self._core.apply(UnloadAdapter(adapter), time.monotonic_ns())
             self._executor.unload_adapter(adapter)
             self._ready.pop(adapter, None)
             self._folders.pop(adapter, None)
-            for call_id in self._leaving.pop(adapter):
+            for call_id in self._unloading.pop(adapter):
                 self._reply(RpcReply(call_id))
         if self._max_loaded is not None and len(self._ready) > self._max_loaded and time.monotonic() >= self._poll_at_s:
             # All of them may be in use for long, and looking for one that is not takes time of each turn.
@@ -116,7 +116,7 @@ class LoraLoader:
             return
         self._folders[adapter] = folder
         if (
-            call_id == UNASKED
+            call_id == NO_REPLY
             and self._max_loaded is not None
             and len(self._ready) + len(self._reading) >= self._max_loaded
         ):
@@ -134,7 +134,7 @@ class LoraLoader:
             self._reader.start()
         self._jobs.put((adapter, self._folders[adapter]))
 
-    def _used(self, adapter: str) -> None:
+    def _mark_used(self, adapter: str) -> None:
         """Note that an adapter is used now."""
         self._ready.pop(adapter, None)
         self._ready[adapter] = None
@@ -152,9 +152,9 @@ class LoraLoader:
     def _read(self, adapter: str, refusal: str) -> None:
         """The thread has read an adapter, or could not."""
         if not refusal:
-            self._used(adapter)
+            self._mark_used(adapter)
         for call_id in self._reading.pop(adapter, ()):
-            if call_id != UNASKED:
+            if call_id != NO_REPLY:
                 self._reply(RpcReply(call_id, refusal=refusal))
         numbers, now = self._waiting.pop(adapter, []), time.monotonic_ns()
         if refusal:
@@ -185,7 +185,7 @@ class LoraLoader:
                 logger.warning(
                     "reading adapter %s from %s took %.1f s; requests for it waited", adapter, folder, seconds
                 )
-            self._deliver(RpcRequest(UNASKED, "adapter_read", {"adapter": adapter, "refusal": refusal}))
+            self._deliver(RpcRequest(NO_REPLY, "adapter_read", {"adapter": adapter, "refusal": refusal}))
 
 
 def _numbers(request: Request) -> range:

@@ -42,7 +42,7 @@ class Incidents:
             self._counts[name] += max(total - before, 0)
             self._totals[name] = total
 
-    def tell(self, now: int) -> None:
+    def log_due(self, now: int) -> None:
         """Write the lines that are due at `now` (ns)."""
         for kind, count in self._counts.items():
             if count and now - self._logged_ns.get(kind, -LOG_INTERVAL_NS) >= LOG_INTERVAL_NS:
