@@ -25,7 +25,7 @@ from tokenyard.base import (
 from tokenyard.engine.processes.messages import RpcReply
 from tokenyard.engine.scheduler_process.driver import (
     FIRST_RETRY_NS,
-    HELD_TEXTS,
+    HELD_REASONS,
     MAX_RETRY_NS,
     DeviceBrokenError,
     Driver,
@@ -296,7 +296,7 @@ def test_what_requests_wait_for_is_named_and_no_policy_blamed(loop, depth, caplo
 def test_every_gate_has_words_for_the_log():
     gates = {value for name, value in vars(Gate).items() if name.isupper()}
     assert set(HELD_BY) == gates
-    assert set(HELD_TEXTS) == set(HELD_BY.values())
+    assert set(HELD_REASONS) == set(HELD_BY.values())
 
 
 @both_loops
