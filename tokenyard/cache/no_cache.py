@@ -51,6 +51,10 @@ class NoCache:
     def unlock(self, node: TreeNode) -> None:
         """Do nothing."""
 
+    def pages_locked_once(self, node: TreeNode) -> int:
+        """0 pages."""
+        return 0
+
     def roots(self) -> Iterator[TreeNode]:
         """No roots."""
         return iter(())

@@ -177,6 +177,14 @@ class RadixCache:
             node = node.parent
             node.locked_children -= 1
 
+    def pages_locked_once(self, node: TreeNode) -> int:
+        """Pages that would be evictable without one of the locks on `node`, which must be locked."""
+        count = 0
+        while node.parent is not None and node.lock_ref + node.locked_children == 1:
+            count += len(node.pages)
+            node = node.parent
+        return count
+
     def record_hit(self, node: TreeNode) -> None:
         """Count one hit for each node from the root to `node`: a request that matched it was admitted."""
         step: TreeNode | None = node

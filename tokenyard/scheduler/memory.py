@@ -35,8 +35,7 @@ class Release:
     """Pages and pool row of a request that ended or was retracted, given back once plan `last_step` has committed.
 
     `computed` tokens have their KV; those beyond `cached` go into the tree, to whole pages. `held` tokens have
-    pages. `unlocks`: pages of the tree that only this row keeps from being evicted. `window_pages`: window pages that
-    will be free or evictable again.
+    pages. `window_pages`: window pages that will be free or evictable again.
     """
 
     last_step: int
@@ -46,7 +45,6 @@ class Release:
     computed: int
     held: int
     priority: int
-    unlocks: int = 0
     window_pages: int = 0
 
 
@@ -84,7 +82,6 @@ class KvMemory:
         self.draft_pages = 0
         self._releases: deque[Release] = deque()
         self._releasing_pages = 0
-        self._unlocking_pages = 0
         self._pending_window_pages = 0
         self._pending_frees: deque[tuple[int, Int32Array]] = deque()
         self._committed = -1
@@ -95,7 +92,9 @@ class KvMemory:
         """Tokens that are free, can be evicted, or come back when the plans in flight have committed. Drafts in flight
         count as wrong.
         """
-        pages_to_be_freed = self._releasing_pages + self._unlocking_pages + self.draft_pages
+        # Counted at each call, because a row that has started since the release may have locked the same pages.
+        unlocking = sum(self.tree.pages_locked_once(release.node) for release in self._releases)
+        pages_to_be_freed = self._releasing_pages + unlocking + self.draft_pages
         pages: int = self.allocator.available + self.tree.evictable_pages + pages_to_be_freed
         return self.page_size * pages
 
@@ -304,10 +303,8 @@ class KvMemory:
         if release.last_step <= self._committed:
             self._give_back(release)
             return
-        release.unlocks = self._only_locked_by(release.node)
         self._releases.append(release)
         self._releasing_pages += self._private_pages(release)
-        self._unlocking_pages += release.unlocks
         if self.windows is not None:
             pages = self.pool.page_table[release.pool_row, : self.pages_for(release.held)]
             release.window_pages = self.windows.pages_to_be_freed(
@@ -342,7 +339,6 @@ class KvMemory:
             release = self._releases.popleft()
             if release.last_step <= step:
                 self._releasing_pages -= self._private_pages(release)
-                self._unlocking_pages -= release.unlocks
                 self._pending_window_pages -= release.window_pages
                 self._give_back(release)
             else:
@@ -436,14 +432,6 @@ class KvMemory:
     def _key(self, pool_row: int, start: int, end: int) -> bytes:
         key: bytes = self.pool.token_ids[pool_row, start:end].tobytes()
         return key
-
-    def _only_locked_by(self, node: Any) -> int:
-        """Pages of the tree that would be evictable without one lock on `node`."""
-        before: int = self.tree.evictable_pages
-        self.tree.unlock(node)
-        after: int = self.tree.evictable_pages
-        self.tree.lock(node)
-        return after - before
 
     def _private_pages(self, release: Release) -> int:
         return self.pages_for(release.held) - release.cached // self.page_size
