@@ -104,7 +104,7 @@ def test_adapters_are_loaded_from_below_the_given_folders_alone(start, adapters)
         answer = post(server, "/load_lora_adapter", lora_name="d", lora_path=path)
         assert answer.status_code == 400, path
         refusals.add(answer.json()["error"]["message"].replace(repr(path), "PATH"))
-    assert refusals == {"there is no adapter PATH below the folders of --lora-dirs"}
+    assert refusals == {"there is no adapter PATH in the folders of --lora-dirs"}
     answer = post(server, "/unload_lora_adapter", lora_name="a")
     assert "a" not in answer.json()["loaded_adapters"]
     assert post(server, "/unload_lora_adapter", lora_name="a").status_code == 404

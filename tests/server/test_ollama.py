@@ -94,7 +94,7 @@ def test_wrong_requests_get_a_sentence(start, body):
     [
         ("/v1/audio/speech", "audio"),
         ("/v1/responses/resp_1/cancel", "in the background"),
-        ("/api/pull", "fetching models"),
+        ("/api/pull", "downloading models"),
         ("/nowhere", "nothing at this path"),
     ],
 )

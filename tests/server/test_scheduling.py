@@ -28,7 +28,7 @@ def test_a_policy_is_changed(server):
     ("body", "words"),
     [
         ({"policy": "fastest"}, "did you mean fcfs"),
-        ({"policy": "os:system"}, "loaded at the start only"),
+        ({"policy": "os:system"}, "loaded only when the server starts"),
         ({}, "policy"),
         ({"policy": 7}, "policy"),
         ({"policy": "lpm", "options": {"seed": [1]}}, "options"),

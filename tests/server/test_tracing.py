@@ -81,6 +81,6 @@ def test_a_collector_that_is_away_is_told_once_and_when_it_is_back(caplog):
         caplog.clear()
         exporter.export([1, 2])
         said.append(" ".join(record.getMessage() for record in caplog.records))
-    assert ["takes no spans" in words for words in said] == [False, True, False, False, False, False, True]
-    assert "takes spans again; 6 were lost" in said[4]
+    assert ["does not accept spans" in words for words in said] == [False, True, False, False, False, False, True]
+    assert "accepts spans again; 6 were lost" in said[4]
     assert [bool(words) for words in said] == [False, True, False, False, True, False, True]

@@ -1,1 +1,1 @@
-"""The HTTP side: OpenAI and native API, streams, metrics."""
+"""The HTTP server: OpenAI, Anthropic, Ollama and native APIs, streams, metrics."""

@@ -1,1 +1,1 @@
-"""HTTP below the APIs: the application, connections, errors, keys and streams."""
+"""What all APIs share: the application, connections, errors, API keys and streams."""

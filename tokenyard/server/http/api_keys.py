@@ -1,4 +1,4 @@
-"""Which key opens which path. Plain ASGI, so that streams pass through without a copy."""
+"""Which API key opens which path. Plain ASGI middleware, so that streams pass through without a copy."""
 
 import hmac
 from collections.abc import Mapping
@@ -32,17 +32,17 @@ ADMIN_PATHS = frozenset(
     }
 )
 TENANT = "tokenyard.tenant"
-"""In the scope of a request: the tenant whose key it came with."""
+"""Key in a request's ASGI scope: the tenant whose API key it carries."""
 
 ADMIN_PREFIX = "/v1/requests/"
-"""Paths that change a request by its id, or tell of it: they reach the requests of all clients."""
+"""Paths that read or change a request by its id. They reach the requests of all clients."""
 
 
 class Authentication:
-    """Asks for the API key on every path but probes, metrics and the page's files; on admin paths for the admin key.
+    """Requires the API key on every path except probes, metrics and the page's files, and the admin key on admin paths.
 
-    With only an API key, that one opens admin paths as well; with only an admin key, the other paths are open. A key of
-    `tenant_keys` (by tenant) opens what the API key does but for admin paths, and says whose request it is.
+    With only an API key, it opens admin paths as well. With only an admin key, the other paths are open. A key of
+    `tenant_keys` (by tenant) opens what the API key opens except admin paths, and names the tenant of the request.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str, admin_api_key: str, tenant_keys: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ class Authentication:
         self._tenant_keys = [(tenant, key.encode()) for tenant, key in tenant_keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through or answer 401."""
+        """Pass a request on or answer 401."""
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and not self._allowed(scope):
             error = HttpError("invalid_api_key", "a valid API key is needed: Authorization: Bearer KEY")
             await HttpResponse(send, dialect=dialect_of(scope["path"])).fail(error)
@@ -77,15 +77,15 @@ class Authentication:
 
 
 def _bearer_key(scope: Scope) -> bytes:
-    """The key that a request came with, b"" for none."""
+    """The key in a request's headers, b"" for none."""
     headers = dict(scope["headers"])
     if b"authorization" not in headers:
-        # Clients of Anthropic's API send theirs so.
+        # Anthropic's clients send the key in this header.
         return bytes(headers.get(b"x-api-key", b"").strip())
     scheme, _, given = headers[b"authorization"].partition(b" ")
     return bytes(given.strip()) if scheme.lower() == b"bearer" else b""
 
 
 def _same(given: bytes, wanted: bytes) -> bool:
-    """Whether a key is the wanted one, compared in constant time; where none is wanted, any is."""
+    """Whether a key is the wanted one, compared in constant time. Without a wanted key, any key matches."""
     return not wanted or hmac.compare_digest(given, wanted)

@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI schema as one plain page, which needs nothing from any other server."""
+"""`/docs`: the OpenAPI schema as one plain page that loads nothing from other hosts."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -13,7 +13,7 @@ _STYLE = (
 
 
 def reference_page(schema: Mapping[str, Any]) -> str:
-    """HTML with every path of an OpenAPI schema, what it does, and the fields of its body."""
+    """HTML with the paths of an OpenAPI schema, their descriptions and the fields of their bodies."""
     title = f"{schema['info']['title']} {schema['info']['version']}"
     parts = [
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
@@ -46,7 +46,7 @@ def _body_fields(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> lis
 
 
 def _type_name(kind: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """The type of a JSON schema in a few words."""
     if "anyOf" in kind:
         return " or ".join(_type_name(option) for option in kind["anyOf"])
     if "$ref" in kind:

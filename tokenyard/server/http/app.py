@@ -62,15 +62,15 @@ NOT_OFFERED: tuple[tuple[str, str], ...] = (
     ("/v1/moderations", "moderation"),
     ("/v1/files", "files; `tokenyard generate --input` answers many requests at once"),
     ("/v1/batches", "batches; `tokenyard generate --input` answers many requests at once"),
-    ("/v1/assistants", "assistants, as it keeps nothing between requests"),
-    ("/v1/threads", "threads, as it keeps nothing between requests"),
-    ("/v1/responses/", "anything else of responses than getting and deleting them: none runs in the background"),
-    ("/v1/conversations", "conversations; previous_response_id goes on from a response that is kept"),
+    ("/v1/assistants", "assistants, as it keeps no state between requests"),
+    ("/v1/threads", "threads, as it keeps no state between requests"),
+    ("/v1/responses/", "other operations on responses than GET and DELETE: none runs in the background"),
+    ("/v1/conversations", "conversations; previous_response_id continues a stored response"),
     ("/v1/fine_tuning", "training"),
-    ("/api/embeddings", "Ollama's old form of embeddings; /api/embed and /v1/embeddings give them"),
-    ("/api/pull", "fetching models: it serves the one that it was started with"),
-    ("/api/push", "sending models away: it serves the one that it was started with"),
-    ("/api/create", "making models: it serves the one that it was started with"),
+    ("/api/embeddings", "Ollama's old embeddings path; use /api/embed or /v1/embeddings"),
+    ("/api/pull", "downloading models: it serves the one that it was started with"),
+    ("/api/push", "uploading models: it serves the one that it was started with"),
+    ("/api/create", "creating models: it serves the one that it was started with"),
     ("/api/copy", "copying models: it serves the one that it was started with"),
     ("/api/delete", "deleting models: it serves the one that it was started with"),
     ("/api/blobs", "storing models: it serves the one that it was started with"),
@@ -81,9 +81,7 @@ GENERATING = (
 
 
 class HotRouteApp:
-    """Calls generating routes, and the gauges for gateways, directly, without the framework's layers; it
-    has all other routes.
-    """
+    """Dispatches generating routes and `/metrics/load` directly, without the framework's layers, and the rest to it."""
 
     def __init__(self, app: FastAPI, routes: dict[str, GenerationRoute], picker: EndpointPickerMetrics) -> None:
         self._app = app
@@ -102,7 +100,7 @@ class HotRouteApp:
 
 def create_app(state: ServerState) -> ASGIApp:
     """The application over `state`."""
-    # The framework's own pages load scripts from another server, which not every machine may reach.
+    # The framework's own pages load scripts from another host, which may be unreachable.
     api = FastAPI(title="Tokenyard", version=__version__, docs_url=None, redoc_url=None)
     api.add_api_route("/docs", _docs, include_in_schema=False)
     api.state.server = state
@@ -122,7 +120,7 @@ def create_app(state: ServerState) -> ASGIApp:
     api.add_exception_handler(Exception, _on_fault)
     routes = {path: GenerationRoute(state, handler) for path, (handler, _) in HOT_ROUTES.items()}
     for path, route in routes.items():
-        # The framework knows the path too, so that it answers other methods with 405.
+        # The framework has the path too, so that it answers other methods with 405.
         api.router.routes.append(Route(path, route, methods=["POST"]))
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     app: ASGIApp = HotRouteApp(api, routes, EndpointPickerMetrics(state))
@@ -146,24 +144,24 @@ async def _page_file(request: Request) -> Response:
 
 
 async def _docs(request: Request) -> HTMLResponse:
-    """What can be asked of this server, as a page."""
+    """The API reference as a page."""
     return HTMLResponse(reference_page(request.app.openapi()))
 
 
 def _error_response(error: TokenyardError, path: str = "") -> Response:
-    """An error as a whole response, as the API at `path` writes it."""
+    """An error as a whole response, in the shape of the API at `path`."""
     status = outcome_of(error).status
     return Response(dialect_of(path).error(error), status, error_headers(status), "application/json")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Our own errors."""
+    """Errors of ours."""
     assert isinstance(error, TokenyardError)
     return _error_response(error, request.url.path)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """The client has disconnected: the answer is not read."""
+    """The client has disconnected; no one reads the answer."""
     return Response(status_code=CLIENT_GONE_STATUS)
 
 
@@ -172,10 +170,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     if error.status_code == 405:
-        told = HttpError("method_not_allowed", f"this path does not take that method: {method} {path}")
+        refusal = HttpError("method_not_allowed", f"this path does not allow that method: {method} {path}")
     else:
-        told = HttpError("not_found", nothing_at(method, path))
-    response = _error_response(told, path)
+        refusal = HttpError("not_found", nothing_at(method, path))
+    response = _error_response(refusal, path)
     response.headers.update(error.headers or {})
     return response
 
@@ -189,7 +187,7 @@ def nothing_at(method: str, path: str) -> str:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Arguments that FastAPI refused; always 400, never 422."""
+    """Arguments that FastAPI refuses; 400 instead of its 422."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
@@ -197,7 +195,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    """A fault of the server; uvicorn logs its trace."""
+    """An internal error; uvicorn logs the traceback."""
     return _error_response(internal_error())
 
 

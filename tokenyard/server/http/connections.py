@@ -1,8 +1,8 @@
-"""How many connections a server keeps, and for how long it waits for each.
+"""Limits on the number of connections, and timeouts for idle and slow ones.
 
-A client can hold a connection without asking for anything: silent, in the midst of a request, or without reading its
-answer. Each of these ends after its timeout, sooner while connections are scarce. A few connections beyond the limit
-are kept for probes and metrics alone.
+A client can hold a connection without making progress: between requests, within a request, or without reading its
+answer. Each of these has a timeout, which is shorter while connections are scarce. A few connections beyond the limit
+are reserved for probes and metrics.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 PROBES = 16
 SPARE_FILES = 48
 SPARE_SHARE = 1 / 8
-"""Descriptors that are left for the rest of the process, and for connections that are accepted before others close."""
+"""Descriptors reserved for the rest of the process, and for connections accepted before others have closed."""
 
 MAX_BACKLOG = 2048
 MIN_CONNECTIONS = 8
@@ -25,12 +25,15 @@ MIN_BODY_BYTES_PER_S = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`max_connections` connections take requests, 0 for any number; `probes` more take those for `OPEN_PATHS` only. Up
-    to `backlog` more may be accepted before one that is ended is closed.
+    """Limits and timeouts (seconds) of a server's connections.
 
-    idle_timeout_s: between requests, and before the first. head_timeout_s: from the first byte of a request to the end
-    of its headers. body_timeout_s: for a body, and as long again as it takes at `MIN_BODY_BYTES_PER_S`.
-    unread_timeout_s: for a client that takes nothing of what is written to it.
+    max_connections: connections that take any request, 0 for no limit.
+    probes: further connections, which take requests for `OPEN_PATHS` only.
+    backlog: further connections that may be accepted before closed ones are gone.
+    idle_timeout_s: between requests, and before the first.
+    head_timeout_s: from the first byte of a request to the end of its headers.
+    body_timeout_s: for a body, plus the time that the received bytes take at `MIN_BODY_BYTES_PER_S`.
+    unread_timeout_s: for a client that reads nothing of what is written to it.
     """
 
     max_connections: int = 0
@@ -43,7 +46,7 @@ class ConnectionLimits:
 
     @classmethod
     def of_process(cls) -> "ConnectionLimits":
-        """The limits that the number of files that this process may open allows for."""
+        """Limits that fit the number of files that this process may open."""
         files = raise_file_limit()
         spare = max(SPARE_FILES, round(SPARE_SHARE * files))
         max_connections = max(MIN_CONNECTIONS, files - _open_files() - spare - PROBES)
@@ -51,7 +54,7 @@ class ConnectionLimits:
 
 
 def raise_file_limit() -> int:
-    """Raise the number of files that this process may open as far as it may, and return it."""
+    """Raise this process's soft limit of open files to the hard limit, and return the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -70,26 +73,26 @@ def _open_files() -> int:
 
 
 class Connection(Protocol):
-    """A connection as the sweep sees it; `server.http.protocol.HttpProtocol` is the real one."""
+    """What `ConnectionSweeper` needs of a connection; `server.http.protocol.HttpProtocol` implements it."""
 
     transport: Any
 
     def overdue(self, now: float, factor: float) -> str:
-        """What the server has waited for too long, "" for nothing; `factor` scales the timeouts."""
+        """The part of a request that is overdue, "" for none. `factor` scales the timeouts."""
 
     def end(self, waited_for: str) -> None:
-        """Close it, with an answer where one can be given."""
+        """Close the connection, with an error response where one can be sent."""
 
 
 class ConnectionSweeper:
-    """Ends connections that keep the server waiting. Called several times a second."""
+    """Ends overdue connections. Called several times a second."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._unread: dict[Connection, tuple[int, float]] = {}
 
     def run(self, connections: Collection[Connection], now: float, unread_timeout_s: float | None = None) -> None:
-        """End what is overdue at `now` (s, monotonic); `unread_timeout_s` stands in for that of the limits."""
+        """End overdue connections at `now` (s, monotonic). `unread_timeout_s` overrides that of the limits."""
         self._end_unread(connections, now, unread_timeout_s or self._limits.unread_timeout_s)
         max_connections = self._limits.max_connections
         factor = SCARCE_FACTOR if max_connections and len(connections) > SCARCE_SHARE * max_connections else 1.0
@@ -98,7 +101,7 @@ class ConnectionSweeper:
                 connection.end(waited_for)
 
     def _end_unread(self, connections: Collection[Connection], now: float, timeout_s: float) -> None:
-        """End connections whose clients take nothing of what is written to them, and with them their requests."""
+        """Abort connections, and with them their requests, whose clients do not read."""
         before, self._unread = self._unread, {}
         for connection in connections:
             size = connection.transport.get_write_buffer_size()

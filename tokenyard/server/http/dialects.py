@@ -1,4 +1,4 @@
-"""How the families of APIs write errors and streams; what lies between is the same for all."""
+"""How the families of APIs write errors and streams; the rest is the same for all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,12 @@ SERVER_SENT = b"text/event-stream; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """content_type: of streams. error: an error as a whole body. last: that body as the last piece of a stream."""
+    """How an API writes errors and streams.
+
+    content_type: content type of streams.
+    error: an error as a whole body.
+    last: an error body as the last event of a stream.
+    """
 
     content_type: bytes
     error: Callable[[TokenyardError], bytes]
@@ -44,7 +49,7 @@ OLLAMA = Dialect(b"application/x-ndjson", _ollama_error, lambda body: body + b"\
 
 
 def dialect_of(path: str) -> Dialect:
-    """How answers at a path are written."""
+    """The dialect of the API at a path."""
     for prefix, dialect in (("/v1/messages", ANTHROPIC), ("/v1/responses", RESPONSES), ("/api/", OLLAMA)):
         if path.startswith(prefix):
             return dialect
@@ -52,5 +57,5 @@ def dialect_of(path: str) -> Dialect:
 
 
 def named_event(name: str, payload: object) -> bytes:
-    """A server-sent event with a name."""
+    """A named server-sent event."""
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"

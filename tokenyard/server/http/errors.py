@@ -1,7 +1,6 @@
-"""What clients are told of errors: `{"error": {message, type, param, code}}` with a status and its headers.
+"""Errors as clients see them: `{"error": {message, type, param, code}}` with a status and headers.
 
-`TABLE` is the one place that knows HTTP statuses: it maps the cause of an abort (`base.AbortCause`) and the code of an
-error to them.
+`TABLE` maps the cause of an abort (`base.AbortCause`) or the code of an error to an HTTP status.
 """
 
 from typing import NamedTuple
@@ -13,11 +12,11 @@ from tokenyard.base import Finish, TokenyardError
 RETRY_AFTER_S = 1
 COMPRESSIONS = ("gzip", "x-gzip", "deflate", "br", "zstd", "compress")
 CLIENT_GONE_STATUS = 499
-"""For answers to clients that have disconnected; no client sees it."""
+"""Status for clients that have disconnected; none receives it."""
 
 
 class HttpOutcome(NamedTuple):
-    """How an error looks to a client. `code` replaces that of the error where it is not empty."""
+    """Status and type of an error. A `code` that is not empty replaces that of the error."""
 
     status: int
     type: str
@@ -29,7 +28,7 @@ _NOT_FOUND = HttpOutcome(404, "not_found_error")
 _BUSY = HttpOutcome(503, "service_unavailable_error")
 
 TABLE: dict[str, HttpOutcome] = {
-    # Codes of the error classes. A code of an error that has no row of its own has that of its class.
+    # Codes of the error classes. An error whose code has no row uses the row of its class.
     "internal_error": HttpOutcome(500, "server_error"),
     "invalid_request": _INVALID,
     "invalid_config": _INVALID,
@@ -50,7 +49,7 @@ TABLE: dict[str, HttpOutcome] = {
     "draining": _BUSY,
     "run_timeout": HttpOutcome(504, "server_error"),
     "failed": HttpOutcome(500, "server_error"),
-    # What the HTTP side finds.
+    # Errors of the HTTP server.
     "invalid_api_key": HttpOutcome(401, "authentication_error"),
     "not_found": _NOT_FOUND,
     "model_not_found": _NOT_FOUND,
@@ -65,24 +64,24 @@ TABLE: dict[str, HttpOutcome] = {
 }
 
 NO_FAILURE = ("", "cancelled", "client_gone")
-"""Causes that end an answer with what it has so far: it was asked for, or its client has gone."""
+"""Causes that end an answer without an error: it was cancelled, or its client disconnected."""
 
 
 class HttpError(TokenyardError):
-    """An error that the HTTP side finds; its code has a row in `TABLE`."""
+    """An error of the HTTP server; its code has a row in `TABLE`."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
 
 
 def outcome_of(error: TokenyardError) -> HttpOutcome:
-    """How `error` looks to a client, by its code or else by that of its class."""
+    """The row of `TABLE` for an error, by its code or else its class's."""
     outcome = TABLE.get(error.code) or TABLE[type(error).code]
     return outcome if outcome.code else outcome._replace(code=error.code)
 
 
 def failure(finish: Finish) -> TokenyardError | None:
-    """The error that an aborted request ends with; None for one that finished or was ended on request."""
+    """The error of an aborted request; None for one that finished, was cancelled or lost its client."""
     if finish.reason != "abort" or finish.cause in NO_FAILURE:
         return None
     return TokenyardError(finish.message or "the request was aborted", code=finish.cause)
@@ -96,18 +95,18 @@ def error_body(error: TokenyardError) -> bytes:
 
 
 def error_headers(status: int) -> dict[str, str]:
-    """Extra headers for an error with this status: when to try again, how to authenticate."""
+    """Extra headers for a status: when to retry, how to authenticate."""
     if status in (429, 503):
         return {"retry-after": str(RETRY_AFTER_S)}
     return {"www-authenticate": "Bearer"} if status == 401 else {}
 
 
 def internal_error() -> TokenyardError:
-    """What a client is told of a fault of ours; the log has the rest."""
-    return TokenyardError("the server met an internal error; its log says more")
+    """The error that a client gets for an internal error; the log has the details."""
+    return TokenyardError("the server met an internal error; its log has the details")
 
 
 def check_encoding(encoding: str) -> None:
-    """Raise HttpError (415) for a body that is compressed, by its header Content-Encoding."""
+    """Raise HttpError (415) for a compressed body, by its Content-Encoding."""
     if encoding.lower() in COMPRESSIONS:
-        raise HttpError("unsupported_encoding", f"the body is compressed ({encoding}); send it as it is")
+        raise HttpError("unsupported_encoding", f"the body is compressed ({encoding}); send it uncompressed")

@@ -19,12 +19,20 @@ from tokenyard.server.state import ServerState
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
 
 OnDelta = Callable[[int, OutputDelta], Coroutine[Any, Any, None]]
-"""Takes in news of the spec with this place."""
+"""Called with (index of the spec, delta)."""
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP request on its way: body, headers, engine, the reply to write and the tenant whose key it came with."""
+    """An HTTP request being handled.
+
+    state: the server's state.
+    manager: the engine.
+    body: the whole body.
+    headers: by lower-case name.
+    reply: the response to write.
+    tenant: the tenant whose API key the request carries, "" for none.
+    """
 
     state: ServerState
     manager: GenerateClient
@@ -36,7 +44,7 @@ class RequestContext:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer, as far as it has come. `reader` takes its text apart, if it may hold more than text."""
+    """One answer so far. `reader` parses text that may contain reasoning or tool calls."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -48,7 +56,7 @@ class CompletionOutput:
     reader: OutputReader | None = None
 
     def add(self, delta: OutputDelta, *, keep: bool) -> None:
-        """Take in a delta; `keep` says whether text and tokens are collected or only counted."""
+        """Add a delta. `keep`: collect text and tokens as well, not only the counts."""
         self.prompt_tokens = delta.prompt_tokens
         self.completion_tokens = delta.completion_tokens
         self.cached_tokens = delta.cached_tokens
@@ -73,13 +81,13 @@ def usage_of(answers: Sequence[CompletionOutput], n: int) -> dict[str, Any]:
 
 
 def usage_so_far(delta: OutputDelta) -> bytes:
-    """`usage_of` one answer as it stands with this delta, as JSON; made for every chunk, so without a dict."""
+    """`usage_of` an answer up to this delta, as JSON. It is made for every chunk, so without a dict."""
     prompt, completion = delta.prompt_tokens, delta.completion_tokens
     return _USAGE % (prompt, completion, prompt + completion, delta.cached_tokens)
 
 
 def stage_times(finish: Finish, spec: GenerateReqInput) -> dict[str, Any]:
-    """The `x_sched` block: how long each stage took, what got in the way, and when (Unix time) it ended."""
+    """The `x_sched` block: milliseconds per stage, cached tokens, retractions, and when it ended (Unix time)."""
     return {
         "class": level_name(spec.service_class),
         **{f"{stage}_ms": time_ms for stage, time_ms in stages_ms(finish.timings).items()},
@@ -90,15 +98,15 @@ def stage_times(finish: Finish, spec: GenerateReqInput) -> dict[str, Any]:
 
 
 def run(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnDelta) -> Coroutine[Any, Any, None]:
-    """Run all `specs` at once; `take` gets (place of the spec, delta) as news comes.
+    """Run `specs` concurrently; `take` is called with (index of the spec, delta).
 
-    Raises what the engine and `take` raise, and the error of a request that was refused or failed on the way.
+    Raises what the engine and `take` raise, and the error of a request that was refused or failed.
     """
     return _one(call, specs[0], 0, take) if len(specs) == 1 else _many(call, specs, take)
 
 
 async def _one(call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
-    """Run one spec; metrics, log and traces follow it."""
+    """Run one spec, with metrics, log and traces."""
     state = call.state
     spec.rid = spec.rid or uuid.uuid4().hex
     with state.open_request(spec.rid):
@@ -120,7 +128,7 @@ async def _one(call: RequestContext, spec: GenerateReqInput, place: int, take: O
 
 
 async def _many(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnDelta) -> None:
-    """Run several specs concurrently and call `take` for one at a time; the first error ends them all."""
+    """Run several specs concurrently. Calls of `take` do not overlap; the first error ends all specs."""
     turn = asyncio.Lock()
 
     async def take_in_turn(place: int, delta: OutputDelta) -> None:
@@ -131,7 +139,7 @@ async def _many(call: RequestContext, specs: Sequence[GenerateReqInput], take: O
     try:
         for place, spec in enumerate(specs):
             tasks.append(asyncio.ensure_future(_one(call, spec, place, take_in_turn)))
-            # Starting a request may tokenize a short text; the event loop serves others in between.
+            # Starting a request may tokenize a short text; let the event loop serve others in between.
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
     finally:

@@ -1,4 +1,4 @@
-"""An ASGI endpoint that generates, whatever the API."""
+"""The ASGI endpoint of all generating routes."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ Handler = Callable[[RequestContext], Awaitable[None]]
 
 
 class GenerationRoute:
-    """An ASGI endpoint that generates: reads the body, runs the handler, and cancels it when the client disconnects."""
+    """Reads the body, runs the handler, and cancels it when the client disconnects."""
 
     def __init__(self, state: ServerState, handler: Handler) -> None:
         self._state = state
@@ -57,5 +57,5 @@ class GenerationRoute:
         except RecursionError:
             await call.reply.fail(InvalidRequestError("a value in the body is nested too deeply"))
         except Exception:
-            log.exception("a request failed by a fault of the server")
+            log.exception("a request failed with an internal error")
             await call.reply.fail(internal_error())

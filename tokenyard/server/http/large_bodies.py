@@ -1,7 +1,7 @@
-"""Keeps large bodies from holding up the event loop: a thread reads them, and those of too many parts are refused.
+"""Keeps large bodies from blocking the event loop: a thread parses them, and bodies with too many parts are refused.
 
-A thread alone does not help: a parser holds Python's lock until the whole body is read. What that takes follows from
-the number of values much more than from the bytes, so that long texts pass and millions of small values do not.
+A thread alone does not help, as a parser holds the GIL until it has read the whole body. The time depends on the number
+of values much more than on the bytes, so the limits count values: long texts pass, millions of small values do not.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from tokenyard.base import ContextLengthError
 
 INLINE_BYTES = 256_000
 MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS = 1_500_000, 150_000, 250_000
-"""Each of these is read in about a tenth of a second. A prompt may be given as a list of token ids."""
+"""Each of these parses in about a tenth of a second. A prompt may be a list of token ids."""
 
 _PART = re.compile(rb'(?:[^"\\]++|\\.){0,20000}+', re.DOTALL)
-"""A part of a string that is short enough to be matched in one go, up to a quotation mark."""
+"""A bounded run of a string's characters, up to a quotation mark."""
 
 _threads = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
 
@@ -25,19 +25,17 @@ T = TypeVar("T")
 
 
 async def run_off_loop(body: bytes, work: Callable[[], T]) -> T:
-    """Do work on what came of a body, in a thread where the body is large: one at a time, so that the event loop has
-    its turn in between.
-    """
+    """Run `work`, in a thread if the body is large; one at a time, so that the event loop runs in between."""
     if len(body) <= INLINE_BYTES:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
 def check_parts(body: bytes) -> None:
-    """Raise ContextLengthError for JSON of more values, lists and objects, or strings than are read."""
+    """Raise ContextLengthError for JSON with too many values, containers or strings."""
     if len(body) <= INLINE_BYTES or _fits(_commas(body), _openings(body), body.count(b'"') // 2):
         return
-    # Texts may be full of these characters: count again without them, until it is too much.
+    # Strings may contain these characters: count again outside of strings, until a limit is exceeded.
     values = containers = strings = at = 0
     while _fits(values, containers, strings) and (begin := body.find(b'"', at)) >= 0:
         values, containers = values + _commas(body, at, begin), containers + _openings(body, at, begin)
@@ -46,12 +44,12 @@ def check_parts(body: bytes) -> None:
     if not _fits(values, containers, strings):
         raise ContextLengthError(
             f"the body has too many parts: at most {MAX_VALUES} values, {MAX_CONTAINERS} lists and objects, and"
-            f" {MAX_STRINGS} strings are taken; send several requests"
+            f" {MAX_STRINGS} strings are accepted; send several requests"
         )
 
 
 def _end_of_string(body: bytes, at: int) -> int:
-    """The place behind the string whose text begins at `at`; the body's end if it has no end."""
+    """The position after the string whose text starts at `at`; the end of the body if the string is not closed."""
     while (match := _PART.match(body, at)) is not None and match.end() > at:
         at = match.end()
     return at + 1 if body[at : at + 1] == b'"' else len(body)

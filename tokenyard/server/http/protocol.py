@@ -1,4 +1,4 @@
-"""HTTP as uvicorn speaks it, with bounds on what a connection may send and on how long it may take."""
+"""uvicorn's HTTP protocol with limits on what a connection may send and how long it may take."""
 
 import time
 from http import HTTPStatus
@@ -13,16 +13,17 @@ from tokenyard.server.http.streaming import HttpResponse, Receive, Scope, Send
 
 MAX_HEADER_BYTES = 65536
 LINGER_S = 2.0
-"""How long a refused connection stays open and drops what still comes. The kernel resets a connection that is closed
-with bytes unread, and a client that is still sending then loses the answer.
+"""How long a refused connection stays open and discards input. The kernel resets a connection that is closed with
+unread bytes, and a client that is still sending would lose the response.
 """
 
 ConnectionStage = Literal["idle", "head", "body", "answer"]
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Refuses a request whose headers, chunk lines or trailers do not come to an end, or come too slowly; uvicorn would
-    keep them all in memory, for ever. See `ConnectionLimits` for the rest.
+    """Refuses requests whose headers, chunk lines or trailers are too long or too slow, which uvicorn does not limit.
+
+    See `ConnectionLimits` for the limits.
     """
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **named: Any) -> None:
@@ -38,7 +39,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._for_probes = False
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected; beyond the limit only probes are answered, the latest ones."""
+        """Accept a connection. Beyond the limit only the latest `probes` connections stay, for probes."""
         super().connection_made(transport)
         max_connections = self._limits.max_connections
         if not max_connections or len(self.connections) <= max_connections:
@@ -48,12 +49,12 @@ class HttpProtocol(HttpToolsProtocol):
         if len(reserve) > self._limits.probes:
             waiting = [other for other in reserve if other._stage != "answer"]
             oldest = min(waiting or reserve, key=lambda other: other._since)
-            # Its end comes only with the loop's next turn; until then it counts no more.
+            # connection_lost runs in the loop's next iteration; do not count it until then.
             self.connections.discard(oldest)
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what has come on the connection."""
+        """Process received bytes."""
         if self._refused:
             return
         self._bytes_without_progress += len(data)
@@ -62,22 +63,22 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, in the form that all errors have."""
-        self._refuse(HttpError("invalid_request", "this is no valid HTTP/1.1 request"), LINGER_S)
+        """Refuse bytes that are not HTTP, with an error body as for all errors."""
+        self._refuse(HttpError("invalid_request", "this is not a valid HTTP/1.1 request"), LINGER_S)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start a request."""
         self._enter("head")
         self._head_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the address has come."""
+        """Process a part of the URL."""
         self._head_bytes += len(url)
         super().on_url(url)
 
     def on_headers_complete(self) -> None:
-        """All headers of a request are there: it can be answered, or refused for want of connections."""
+        """Start the handler, or refuse the request if there are too many connections."""
         if self._head_bytes > MAX_HEADER_BYTES:
             self._refuse_head()
             return
@@ -90,7 +91,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body has come."""
+        """Process a part of a body."""
         if self._refused:
             return
         self._progress()
@@ -98,13 +99,13 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header has come. Those behind a body mean nothing here, and are not kept."""
+        """Process a header. Trailers are ignored."""
         if self._stage == "head":
             self._head_bytes += len(name) + len(value)
             super().on_header(name, value)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """Note that a request is complete."""
         if self._refused:
             return
         self._progress()
@@ -113,16 +114,16 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """An answer is out; the next request may have come already."""
+        """Note that a response is complete; the next request may have arrived."""
         if self._stage == "answer" and not self.pipeline:
             self._enter("idle")
         super().on_response_complete()
 
     def overdue(self, now: float, factor: float) -> str:
-        """What the server has waited for too long; see `Connection.overdue`."""
+        """See `Connection.overdue`."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._refused or self.pipeline or (answering and self._stage == "head"):
-            # The connection ends anyway, or the answer to the request before comes first.
+            # The connection is closing, or an earlier response is still being written.
             return ""
         limits, waited_s = self._limits, now - self._since
         if self._stage == "idle" and waited_s > factor * limits.idle_timeout_s:
@@ -133,7 +134,7 @@ class HttpProtocol(HttpToolsProtocol):
         return "the body" if self._stage == "body" and waited_s > allowed_s else ""
 
     def end(self, waited_for: str) -> None:
-        """Close the connection, with an answer to a request that has begun."""
+        """Close the connection, with an error response if a request has started."""
         if self._stage == "idle":
             self.transport.close()
         else:
@@ -150,7 +151,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(HttpError("headers_too_large", message), LINGER_S)
 
     def _refuse(self, error: HttpError, linger_s: float = 0.0) -> None:
-        """Answer what is no whole request, unless another answer is on its way, and hang up `linger_s` later."""
+        """Answer an incomplete request, unless another response is being written, and close `linger_s` later."""
         if self._refused:
             return
         self._refused = True
@@ -176,6 +177,6 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 async def _refuse_overload(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer anything but a probe when there are too many connections."""
+    """Refuse a request because there are too many connections."""
     error = HttpError("too_many_connections", "the server has too many connections; try again later")
     await HttpResponse(send, {"connection": "close"}).fail(error)

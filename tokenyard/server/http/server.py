@@ -1,4 +1,4 @@
-"""The life of the HTTP server: it listens early, drains on the first signal and stops at once on the second."""
+"""The HTTP server process: listens early, drains on the first signal and stops immediately on the second."""
 
 import gc
 import logging
@@ -22,30 +22,30 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 FINAL_FLUSH_S = 2.0
-"""How long aborted requests have time to send their last event."""
+"""How long aborted requests may take to send their last event."""
 
 STALLED_S = 5.0
-"""While the server drains, it does not wait longer than this for a client that takes nothing."""
+"""While the server drains, it waits this long for a client that does not read."""
 
 SWEEP_EVERY = 5
-"""Turns (of 0.1 s) between two looks at all connections."""
+"""Ticks (of 0.1 s) between two sweeps of the connections."""
 
 YOUNG = 1
-"""All generations of the garbage collector but the last one."""
+"""Collects all generations of the garbage collector except the oldest."""
 
 NEVER = 2**31 - 1
 DUE_COLLECTIONS = 10
 MAX_UNCOLLECTED_S = 600.0
-"""A full collection is due after so many of the middle generation, as by the interpreter's own rule, but waits up to
-this long for a moment without open requests: with thousands of them it takes a quarter of a second, in which no stream
-moves, and would come every few seconds.
+"""A full collection is due after `DUE_COLLECTIONS` of the middle generation, the interpreter's own threshold, but waits
+up to `MAX_UNCOLLECTED_S` for a moment without open requests. With thousands of them it takes a quarter of a second, in
+which all streams stall, and would run every few seconds.
 """
 
 
 def listen_at_path(path: str) -> socket.socket:
-    """A listening Unix socket at `path`; a socket that an earlier server left there is replaced.
+    """A listening Unix socket at `path`; a stale socket there is replaced.
 
-    Raises ConfigError if it cannot be made, or another server listens there.
+    Raises ConfigError if it cannot be created, or another server listens there.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -62,22 +62,22 @@ def listen_at_path(path: str) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError if the address cannot be had."""
+    """A listening TCP socket. Raises ConfigError if the address cannot be bound."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        # The kernel asks silent peers whether they are still there.
+        # The kernel probes silent peers.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return listener
     except OSError as error:
-        # The library's own text repeats the address.
+        # The library's message repeats the address.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
 
 
 def _load_certificate(config: uvicorn.Config) -> None:
-    """Read certificate and key now, as uvicorn does when it starts. Raises ConfigError for files that do not fit."""
+    """Load certificate and key now, as uvicorn does when it starts. Raises ConfigError for invalid files."""
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
@@ -85,10 +85,10 @@ def _load_certificate(config: uvicorn.Config) -> None:
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that, told to stop, first lets open requests finish for `shutdown_timeout_s` seconds.
+    """A server that lets open requests finish for up to `shutdown_timeout_s` seconds before it stops.
 
-    While it drains, /ready and new requests get 503. What is open after that is aborted with an error event. A second
-    signal ends it at once. `reason` and `exit_status` are set if something other than a signal ended it.
+    While it drains, /ready and new requests get 503. Requests still open after that are aborted with an error event. A
+    second signal stops it immediately. `reason` and `exit_status` are set if something other than a signal ended it.
     """
 
     def __init__(
@@ -124,31 +124,31 @@ class DrainingServer(uvicorn.Server):
         self._shutdown_timeout_s = shutdown_timeout_s
         self._drain_until: float | None = None
         self._collected_s = time.monotonic()
-        self._cut_off = self._told = False
+        self._aborted = self._drain_logged = False
         self._sweep = ConnectionSweeper(limits)
 
     @property
     def draining(self) -> bool:
-        """Whether a signal has told it to end."""
+        """Whether a signal has started the shutdown."""
         return self._drain_until is not None
 
     def stop(self, reason: str, *, exit_status: int = 1) -> None:
-        """End the server because of a failure; the first reason counts."""
+        """Stop the server because of a failure. The first reason is kept."""
         if not self.reason:
             self.reason, self.exit_status = reason, exit_status
         self.should_exit = True
 
     def freeze_gc(self) -> None:
-        """After loading: take what exists now out of garbage collection, and collect the rest only here.
+        """Exempt all current objects from garbage collection, and run full collections only in `on_tick`.
 
-        For a process of its own, as it changes the whole process's collector.
+        Call it after loading, in a process that only serves, as it changes the collector of the whole process.
         """
         gc.collect()
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], NEVER)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: the first one drains, the second one ends everything."""
+        """Handle a signal: the first one drains, the second one stops immediately."""
         if self._drain_until is not None:
             self.should_exit = self.force_exit = True
             return
@@ -156,7 +156,7 @@ class DrainingServer(uvicorn.Server):
         self.state.start_draining()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: see how far the draining has come, and whether it is time to collect garbage."""
+        """Ten times a second: collect garbage, sweep connections and check the drain."""
         self._collect_garbage()
         if counter % SWEEP_EVERY == 0:
             stalled_s = None if self._drain_until is None else STALLED_S
@@ -166,10 +166,10 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _collect_garbage(self) -> None:
-        """Collect new objects at every turn, and all objects when no request is open.
+        """Collect young objects at every tick while requests are open, and all objects when none is.
 
-        The interpreter collects new objects once there are 700 more than before. Where requests end as fast as they
-        come, that is seconds later, and then takes 30 to 80 ms.
+        The interpreter collects young objects once there are 700 more than before. Where requests end as fast as they
+        arrive, that is seconds later, and then takes 30 to 80 ms.
         """
         if self.state.open_requests:
             gc.collect(YOUNG)
@@ -181,27 +181,27 @@ class DrainingServer(uvicorn.Server):
             gc.collect()
 
     async def _drain(self, until: float) -> None:
-        """Exit when no request is open; abort them when the time is over."""
+        """Exit when no request is open; abort the open ones at the timeout."""
         now = time.monotonic()
         late_s = now - until
-        if not self._told:
-            # Not where the signal comes: it may interrupt the writing of another line.
-            self._told = True
+        if not self._drain_logged:
+            # Not in the signal handler, which may interrupt another log call.
+            self._drain_logged = True
             log.info(
-                "draining: %d requests are open and may go on for %g s; new ones are refused",
+                "draining: %d open requests may run for %g s more; new ones are refused",
                 *(self.state.open_requests, self._shutdown_timeout_s),
             )
         if self.state.open_requests == 0 or late_s > FINAL_FLUSH_S:
             self.should_exit = True
             self._drop_unfinished(late=late_s > FINAL_FLUSH_S)
-        elif late_s > 0 and not self._cut_off:
-            self._cut_off = True
+        elif late_s > 0 and not self._aborted:
+            self._aborted = True
             log.warning("shutdown timeout: aborting %d open requests", self.state.open_requests)
             await self.state.control.abort(None, "draining")
 
     def _drop_unfinished(self, *, late: bool) -> None:
-        """End connections that uvicorn would wait for in vain: whose request has not come in full, and if it is `late`
-        whose answer is not out.
+        """Abort connections on which uvicorn would wait: those with an incomplete request, and if `late` those with an
+        incomplete response.
         """
         for connection in self.server_state.connections:
             cycle = getattr(connection, "cycle", None)

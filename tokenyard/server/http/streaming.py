@@ -1,4 +1,4 @@
-"""What every answer passes through: ASGI replies, server-sent events, and the watch for clients that hang up."""
+"""ASGI responses, server-sent events, and cancellation when a client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
@@ -28,7 +28,7 @@ class ClientGoneError(Exception):
 
 
 class HttpResponse:
-    """One HTTP answer over ASGI: either a whole body, or a stream of events. Knows whether its first byte is out."""
+    """One HTTP response over ASGI: a whole body or a stream of events. `started`: whether its first byte was sent."""
 
     def __init__(self, send: Send, headers: Mapping[str, str] | None = None, dialect: Dialect = OPENAI) -> None:
         self._send = send
@@ -46,7 +46,7 @@ class HttpResponse:
         await self._send({"type": "http.response.body", "body": body})
 
     def event(self, data: bytes) -> Awaitable[None]:
-        """Send the bytes of an event; the first call sends the headers of the stream before it."""
+        """Send the bytes of an event; the first call sends the headers first."""
         body = {"type": "http.response.body", "body": data, "more_body": True}
         return self._send(body) if self.started else self._open(body)
 
@@ -62,7 +62,7 @@ class HttpResponse:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: TokenyardError) -> None:
-        """Answer with an error; in a stream that has begun, as its last event."""
+        """Respond with an error; in a stream that has started, as its last event."""
         body = self._dialect.error(error)
         if not self.started:
             status = outcome_of(error).status
@@ -73,10 +73,10 @@ class HttpResponse:
 
 
 async def read_body(receive: Receive, limit_bytes: int) -> bytes:
-    """The request's body. Raises HttpError (413) beyond `limit_bytes` and ClientGoneError on a hang-up.
+    """The request's body. Raises HttpError (413) beyond `limit_bytes` and ClientGoneError on a disconnect.
 
-    Most clients read an answer only after they have sent everything, so the rest of a body that is too large is read
-    and dropped, up to `READ_ON_FACTOR` times the limit.
+    Most clients read the response only after they have sent the whole body, so the rest of a body that is too large is
+    read and discarded, up to `READ_ON_FACTOR` times the limit.
     """
     parts: list[bytes] = []
     size = 0
@@ -96,7 +96,7 @@ async def read_body(receive: Receive, limit_bytes: int) -> bytes:
 
 
 async def _hung_up(receive: Receive) -> None:
-    """Return when the client has gone."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -113,10 +113,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 
 
 class ChunkWriter:
-    """Bytes of one answer's chunks in an OpenAI stream.
+    """Encodes the chunks of one answer in an OpenAI stream.
 
-    What is the same in every chunk is encoded once; a plain chunk only encodes its text and joins three pieces.
-    `head` holds id, object, created and model; `null_usage` adds the `"usage": null` that goes with include_usage.
+    The constant parts of a chunk are encoded once; a plain chunk only encodes its text and joins three pieces.
+    `head` has id, object, created and model; `null_usage` adds the `"usage": null` of include_usage.
     """
 
     def __init__(self, head: Mapping[str, Any], index: int, *, chat: bool, null_usage: bool) -> None:
@@ -130,15 +130,15 @@ class ChunkWriter:
         self._role = opening + b'"delta":{"role":"assistant","content":""' + self._tail
 
     def role(self) -> bytes:
-        """The chunk that opens a chat answer."""
+        """The first chunk of a chat answer."""
         return self._role
 
     def plain(self, text: str) -> bytes:
-        """A chunk with text and nothing else."""
+        """A chunk with text only."""
         return b"".join((self._head, orjson.dumps(text), self._tail))
 
     def counted(self, text: str, usage: bytes) -> bytes:
-        """A chunk with text and the usage so far (JSON), which some clients want with each."""
+        """A chunk with text and the usage so far (JSON), for `continuous_usage_stats`."""
         return b"".join((self._head, orjson.dumps(text), self._counted, usage, b"}\n\n"))
 
     def delta(
@@ -151,7 +151,7 @@ class ChunkWriter:
         token_ids: list[int] | None = None,
         usage: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """A chunk of a chat whose delta holds other things than content, such as tool calls."""
+        """A chunk of a chat whose delta has more than content, such as tool calls."""
         choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
             choice["matched_stop"] = matched
@@ -170,7 +170,7 @@ class ChunkWriter:
         token_ids: list[int] | None = None,
         usage: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """A chunk with everything a chunk may carry."""
+        """A chunk with all fields."""
         extra = b""
         if finish_reason is not None:
             extra += b',"matched_stop":' + orjson.dumps(matched)
@@ -190,5 +190,5 @@ class ChunkWriter:
 
 
 def closing_event(head: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
-    """The chunk without choices that closes a stream, with `extra` fields such as usage."""
+    """The last chunk of a stream, without choices, with `extra` fields such as usage."""
     return b"data: " + orjson.dumps({**head, "choices": [], **extra}) + b"\n\n"

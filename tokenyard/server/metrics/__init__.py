@@ -1,1 +1,1 @@
-"""What the server reports of itself: Prometheus metrics, load reports, logs of requests, traces."""
+"""Prometheus metrics, load reports, request logs and traces."""

@@ -1,7 +1,7 @@
-"""`GET /metrics/load`: the few gauges by which gateways choose an engine, for those that ask many times a second.
+"""`GET /metrics/load`: the few gauges by which gateways choose an engine, cheap enough to poll many times a second.
 
-The numbers are those of the schedulers' last heartbeats, which come every half second. Asking the schedulers would cost
-several times as much as the rest.
+The values come from the schedulers' last heartbeats, which arrive every half second. Querying the schedulers would cost
+several times as much as the rest of the request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tokenyard.server.state import ServerState
 LOAD_PATH = "/metrics/load"
 GAUGES = {
     "running_requests": "requests that hold KV pages",
-    "queued_requests": "requests that wait",
+    "queued_requests": "requests that wait in the queue",
     "token_usage": "share of the KV pool in use by running requests",
 }
 _TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -23,12 +23,12 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 class EndpointPickerMetrics:
-    """Answers as plain ASGI, without the framework's layers."""
+    """A plain ASGI endpoint, without the framework's layers."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        metrics, own = state.metrics, {name: f"tokenyard_{name}" for name in GAUGES}
-        self._names = [own, *(COMPAT[engine] for engine in metrics.compat)]
+        metrics, ours = state.metrics, {name: f"tokenyard_{name}" for name in GAUGES}
+        self._names = [ours, *(COMPAT[engine] for engine in metrics.compat)]
         model = metrics.model.translate(_ESCAPES)
         self._labels = f'model="{model}",model_name="{model}"'
 
@@ -48,11 +48,14 @@ class EndpointPickerMetrics:
 
 
 def gauges_text(load: Mapping[str, Any], names: Sequence[Mapping[str, str]], labels: str) -> str:
-    """Prometheus text of `GAUGES`, under each of `names` (from ours to what is written) that has one."""
+    """Prometheus text of `GAUGES` under each naming scheme of `names`.
+
+    A scheme maps our names to the exported ones; gauges that it does not name are left out.
+    """
     lines: list[str] = []
-    for named in names:
+    for scheme in names:
         for gauge, text in GAUGES.items():
-            if gauge in named:
-                name = named[gauge]
+            if gauge in scheme:
+                name = scheme[gauge]
                 lines += (f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name}{{{labels}}} {load[gauge]:.10g}")
     return "\n".join(lines) + "\n"

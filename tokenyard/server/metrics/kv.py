@@ -1,52 +1,52 @@
-"""What moves KV beside the steps, as metrics: the KV store, and transfer between engines."""
+"""Metrics of the KV store, of paused requests and of KV transfer between engines."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-_TIER_GAUGES = {
+_STORE_GAUGES = {
     "blocks": "blocks of KV in the KV store",
-    "stored_bytes": "bytes that they take",
-    "storing": "prefixes whose pages are held until they are stored",
+    "stored_bytes": "bytes that the blocks in the KV store take",
+    "storing": "prefixes whose pages are held until their KV is stored",
     "loading": "requests that wait for KV from the store",
-    "read_bytes_per_s": "speed at which KV was read from the store lately",
+    "read_bytes_per_s": "recent read bandwidth of the store",
 }
-_TIER_TOTALS = {
+_STORE_TOTALS = {
     "written_bytes": "bytes of KV written to the store",
     "loaded_bytes": "bytes of KV loaded from the store",
     "loaded_tokens": "tokens of KV loaded from the store",
-    "hit_requests": "requests of which the store held KV that was worth loading",
-    "recomputed_requests": "requests of which it held KV that was faster to compute",
-    "swapped_in_requests": "requests that had lost their place and got their KV back from the store",
+    "hit_requests": "requests with KV in the store that was worth loading",
+    "recomputed_requests": "requests whose KV in the store was slower to load than to recompute",
+    "swapped_in_requests": "retracted requests whose KV was loaded back from the store",
     "failed_loads": "loads that ended early because a block was gone, damaged or unreadable",
     "late_loads": "loads that took too long",
     "failed_writes": "blocks that could not be written",
-    "dropped_blocks": "blocks that were not stored because of that",
-    "damaged": "blocks in the store whose bytes were not what had been written",
-    "evicted": "blocks that made way for others",
+    "dropped_blocks": "blocks that were not stored because a write failed",
+    "damaged": "blocks in the store that failed their checksum",
+    "evicted": "blocks evicted from the store",
 }
 _PAUSED_GAUGES = {"records": "paused requests that have a record on disk"}
 _PAUSED_TOTALS = {
-    "kept": "records written of paused requests",
+    "kept": "records of paused requests written to disk",
     "resumed": "requests resumed from their records",
-    "displaced": "records that made way for others",
+    "displaced": "records evicted by newer ones",
     "unusable": "records that were damaged, of another model or of a newer version",
     "failed": "paused requests whose record could not be written",
 }
 _TRANSFER_GAUGES = {
-    "open": "prompts that other engines compute for this one",
-    "computing_for_others": "prompts that this engine computes for others",
-    "held_for_others": "prompts whose KV is kept for others",
+    "open": "prompts that prefill peers compute for this engine",
+    "computing_for_others": "prompts that this engine computes for decode peers",
+    "held_for_others": "prompts whose KV is held for decode peers",
 }
-_TRANSFER_TOTALS = {"moved_bytes": "bytes of KV that came from other engines"}
+_TRANSFER_TOTALS = {"moved_bytes": "bytes of KV received from other engines"}
 
 
 def kv_families(model: str, snapshot: Mapping[str, Any]) -> Iterable[Metric]:
-    """The families for what a snapshot says of the KV store and of transfers; none for what is switched off."""
-    tiers, transfers = snapshot.get("tiers", {}), snapshot.get("transfer", {})
-    if tiers:
-        yield from _families("tokenyard_hicache_", model, tiers, _TIER_GAUGES, _TIER_TOTALS)
+    """Metric families from a scheduler snapshot; none for features that are off."""
+    stores, transfers = snapshot.get("tiers", {}), snapshot.get("transfer", {})
+    if stores:
+        yield from _families("tokenyard_hicache_", model, stores, _STORE_GAUGES, _STORE_TOTALS)
         name, text = "tokenyard_hicache_unstored_tokens", "tokens of KV that were evicted before they were stored"
         unstored = CounterMetricFamily(name, text, labels=["model"])
         unstored.add_metric([model], snapshot.get("unstored_tokens", 0))
@@ -56,19 +56,17 @@ def kv_families(model: str, snapshot: Mapping[str, Any]) -> Iterable[Metric]:
     if not transfers:
         return
     yield from _families("tokenyard_kv_transfer_", model, transfers, _TRANSFER_GAUGES, _TRANSFER_TOTALS)
-    ends = CounterMetricFamily(
-        "tokenyard_kv_transfers", "prompts by what came of asking or being asked", labels=["model", "rank", "outcome"]
-    )
-    for rank, told in transfers.items():
-        for outcome, times in _outcomes(told).items():
+    ends = CounterMetricFamily("tokenyard_kv_transfers", "KV transfers by outcome", labels=["model", "rank", "outcome"])
+    for rank, counters in transfers.items():
+        for outcome, times in _outcomes(counters).items():
             ends.add_metric([model, _number(rank), outcome], times)
     yield ends
 
 
-def _outcomes(told: Mapping[str, Any]) -> dict[str, int]:
-    """What became of the prompts of a rank; causes of failures, which are any text, are one outcome."""
+def _outcomes(counters: Mapping[str, Any]) -> dict[str, int]:
+    """Transfers of a rank by outcome, without the cause behind a colon, which would be an unbounded label."""
     outcomes: dict[str, int] = {}
-    for name, value in told.items():
+    for name, value in counters.items():
         counts = isinstance(value, int) and not isinstance(value, bool)
         if counts and name not in _TRANSFER_GAUGES and name not in _TRANSFER_TOTALS:
             outcome = name.partition(":")[0]
@@ -83,8 +81,8 @@ def _families(
     for names, kind in kinds:
         for name, text in names.items():
             family = kind(prefix + name, text, labels=["model", "rank"])
-            for rank, told in ranks.items():
-                family.add_metric([model, _number(rank)], told.get(name, 0))
+            for rank, counters in ranks.items():
+                family.add_metric([model, _number(rank)], counters.get(name, 0))
             yield family
 
 

@@ -1,4 +1,4 @@
-"""How loaded the engine is, for routers and planners: `/v1/loads` in JSON or as Prometheus text."""
+"""Load of the engine for routers and planners: `/v1/loads` as JSON or Prometheus text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ FORMATS = ("json", "prometheus")
 
 
 def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
-    """Our gauge names from the scheduler's counters."""
+    """Gauges by our names, from a scheduler snapshot."""
     used, total = snapshot.get("used_tokens", 0), snapshot.get("total_tokens", 0)
     error = snapshot.get("step_time_error")
     measures = snapshot.get("measures", {})
@@ -40,7 +40,7 @@ def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
 
 
 def wanted_sections(include: str) -> list[str]:
-    """The sections that a comma list names; "all" stands for every one. Raises InvalidRequestError for others."""
+    """The sections in a comma-separated list; "all" means every one. Raises InvalidRequestError for unknown names."""
     names = [name.strip() for name in include.split(",") if name.strip()]
     for name in names:
         if name not in (*SECTIONS, "all"):
@@ -49,7 +49,7 @@ def wanted_sections(include: str) -> list[str]:
 
 
 def sections_of(snapshot: Mapping[str, Any], wanted: list[str], rank: int = 0) -> dict[str, Any]:
-    """The wanted sections of a rank; core stands at the top, and what this engine does not have is null."""
+    """The wanted sections of a rank. Core fields are at the top level; sections that this engine lacks are null."""
     found: dict[str, Any] = {"dp_rank": rank}
     if "core" in wanted:
         found |= load_of(snapshot)

@@ -6,19 +6,19 @@ from collections.abc import Iterable
 import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-KEPT_S = 1.0
-"""What was read is used again for so long, as some gateways scrape 20 times a second."""
+CACHE_S = 1.0
+"""Values are reused for this long, as some gateways scrape 20 times a second."""
 
-RELISTED_S = 10.0
+RELIST_S = 10.0
 TITLE = "tokenyard: "
 
 
 class ProcessUsage:
-    """Reads CPU seconds and resident memory of this process and its children, by their titles."""
+    """CPU seconds and resident memory of this process and its children, by title."""
 
     def __init__(self) -> None:
         self._processes: list[tuple[str, psutil.Process]] = []
-        self._listed_s = self._read_s = -RELISTED_S
+        self._listed_s = self._read_s = -RELIST_S
         self._cpu_s: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
 
@@ -26,7 +26,7 @@ class ProcessUsage:
         """One counter and one gauge, labelled with the process: api, scheduler, detokenizer."""
         self._refresh(time.monotonic())
         cpu = CounterMetricFamily("tokenyard_process_cpu_seconds", "CPU time of a process", labels=["process"])
-        memory = GaugeMetricFamily("tokenyard_process_resident_memory_bytes", "memory of a process", labels=["process"])
+        memory = GaugeMetricFamily("tokenyard_process_resident_memory_bytes", "resident memory", labels=["process"])
         for title in self._bytes:
             cpu.add_metric([title], self._cpu_s[title])
             memory.add_metric([title], self._bytes[title])
@@ -34,16 +34,16 @@ class ProcessUsage:
         yield memory
 
     def _refresh(self, now: float) -> None:
-        if now - self._read_s < KEPT_S:
+        if now - self._read_s < CACHE_S:
             return
         self._read_s = now
-        if now - self._listed_s > RELISTED_S or not self._read():
+        if now - self._listed_s > RELIST_S or not self._read():
             self._listed_s = now
             self._processes = list(_listed())
             self._read()
 
     def _read(self) -> bool:
-        """Read all that were listed; False if one of them is gone."""
+        """Read all listed processes; False if one of them has exited."""
         cpu_s: dict[str, float] = {}
         used: dict[str, int] = {}
         for title, process in self._processes:

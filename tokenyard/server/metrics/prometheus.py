@@ -1,7 +1,7 @@
 """Prometheus metrics of the API process.
 
-Fed from the deltas of answers as they pass, and from the scheduler's snapshot at each scrape. Nothing is done
-per waiting request or per step. Labels are bounded: no request ids, no tenant names, and classes by their level.
+Counters come from the output deltas and from the scheduler's snapshot at each scrape. No work is done per waiting
+request or per step. Labels are bounded: no request ids and no tenant names, and service classes by their level.
 """
 
 import time
@@ -25,43 +25,43 @@ THROUGHPUT = "generation_throughput"
 GENERATION_TOKENS = ("generation_tokens", ())
 THROUGHPUT_OVER_S = 5.0
 STARVED_AFTER_NS = 30 * NS_PER_S
-REFUSED_AT_ONCE = ("invalid", "too_long", "queue_full", "tenant_limit")
+REFUSED_ON_ARRIVAL = ("invalid", "too_long", "queue_full", "tenant_limit")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 _GAUGES = {
     "running_requests": "requests that hold KV pages",
-    "queued_requests": "requests that wait",
-    "queued_tokens": "prompt tokens that are still to be computed, as if nothing of what waits were cached",
-    "queued_seconds": "seconds of prefill that wait, by the cost model",
+    "queued_requests": "requests that wait in the queue",
+    "queued_tokens": "prompt tokens still to be computed, assuming no prefix hits for waiting requests",
+    "queued_seconds": "predicted seconds of queued prefill, by the cost model",
     "used_tokens": "KV tokens of running requests",
-    "total_tokens": "KV tokens that the pool holds",
+    "total_tokens": "capacity of the KV pool in tokens",
     "token_usage": "share of the pool in use by running requests",
-    "new_token_ratio": "share of max_new_tokens that admission sets aside for an answer",
-    "cache_hit_rate": "share of all prompt tokens so far that were found in the prefix cache",
-    "generation_throughput": "output tokens a second, over the last seconds",
+    "new_token_ratio": "share of max_new_tokens that admission reserves for an answer",
+    "cache_hit_rate": "share of all prompt tokens so far that were prefix cache hits",
+    "generation_throughput": "output tokens per second, over the last seconds",
     "deferred_requests": "requests that policy slo has deferred and that have no first token yet",
     "relegated_requests": "old name of deferred_requests, to be removed in the next release",
-    "service_gap_tokens": "most service, by weight, that two waiting tenants are apart, under vtc and dlpm",
+    "service_gap_tokens": "largest difference in weighted service between two waiting tenants, under vtc and dlpm",
     "borrowed_tokens": "KV tokens that tenants hold beyond their own shares",
     "lora_adapters": "LoRA adapters that are loaded",
-    "lora_slots": "LoRA adapters that may be in one step",
-    "lora_slots_used": "slots whose adapter running requests have",
-    "lora_slots_claimed": "slots that are emptied for an adapter that waits",
-    "window_kv_tokens": "KV tokens that the pool of layers with a window holds",
-    "window_kv_used_tokens": "KV tokens there that running requests need",
-    "step_time_error_ratio": "mean relative error of the cost model that learns step times, judged before it learns",
+    "lora_slots": "LoRA adapters that fit into one step",
+    "lora_slots_used": "LoRA slots in use by running requests",
+    "lora_slots_claimed": "LoRA slots that are being freed for a waiting adapter",
+    "window_kv_tokens": "capacity of the KV pool of sliding-window layers in tokens",
+    "window_kv_used_tokens": "KV tokens of running requests in the pool of sliding-window layers",
+    "step_time_error_ratio": "mean relative error of the online cost model, measured before each update",
 }
 _RANK_GAUGES = {
-    "up": "1 while the rank is well, 0 while it is stuck or does not run",
+    "up": "1 while the rank is healthy, 0 while it is stuck or does not run",
     **{
         name: _GAUGES[name]
         for name in ("running_requests", "queued_requests", "used_tokens", "total_tokens", "cache_hit_rate")
     },
 }
 _TP_RANK_GAUGES = {
-    "step": ("step", "the latest step that a process of a divided model has begun"),
-    "silent_s": ("silent_seconds", "time since such a process gave a heartbeat"),
+    "step": ("step", "latest step that a tensor- or pipeline-parallel rank has begun"),
+    "silent_s": ("silent_seconds", "time since the last heartbeat of a tensor- or pipeline-parallel rank"),
 }
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("finished requests", ("finished_reason",)),
@@ -69,24 +69,24 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "generation_tokens": ("output tokens", ()),
     "cached_tokens": ("prompt tokens found in the prefix cache", ()),
     "queried_tokens": ("prompt tokens looked up in the prefix cache", ()),
-    "targets": ("finished requests by target (ttft, tpot, deadline), own or class's", ("class", "target", "met")),
-    "slo_requests": ("requests that ended, by whether all their targets, own or class's, were met", ("class", "met")),
+    "targets": ("finished requests by target (ttft, tpot, deadline)", ("class", "target", "met")),
+    "slo_requests": ("finished requests by whether they met all their targets", ("class", "met")),
     "goodput_tokens": ("output tokens of requests that met all their targets", ("class",)),
-    "deadline_misses": ("requests that were not done by their deadline, by where they were then", ("class", "stage")),
-    "priority_inversion_seconds": ("time that requests waited while a less urgent one had a place", ("class",)),
+    "deadline_misses": ("requests that missed their deadline, by their stage at the deadline", ("class", "stage")),
+    "priority_inversion_seconds": ("time that requests waited while a less urgent one was running", ("class",)),
     "deferred": ("times that policy slo has deferred a request", ()),
     "relegated": ("old name of deferred_total, to be removed in the next release", ()),
-    "starvation": ("requests that waited for their first place for more than 30 s", ("class",)),
-    "lost_places": ("times that requests lost their place (preempted, out_of_pages, paused)", ("class", "reason")),
+    "starvation": ("requests that waited more than 30 s for their first admission", ("class",)),
+    "lost_places": ("times that running requests returned to the queue, by reason", ("class", "reason")),
     "rejected_requests": ("requests that were refused or ended by the server", ("reason",)),
-    "retractions": ("times a running request gave up its KV because pages ran out", ()),
-    "preemptions": ("times a running request gave way to a more urgent one", ()),
+    "retractions": ("times a running request was retracted because pages ran out", ()),
+    "preemptions": ("times a running request was preempted by a more urgent one", ()),
     "recomputed_tokens": ("tokens computed again after a retraction", ()),
-    "spec_verify_rows": ("rows that verified drafts, counted in each step", ()),
-    "spec_draft_tokens": ("drafts verified", ()),
-    "spec_accepted_tokens": ("drafts accepted", ()),
-    "evicted_tokens": ("tokens that left the prefix cache", ()),
-    "lora_loads": ("LoRA adapters brought to a slot of the device", ()),
+    "spec_verify_rows": ("rows that verified draft tokens, counted in each step", ()),
+    "spec_draft_tokens": ("draft tokens verified", ()),
+    "spec_accepted_tokens": ("draft tokens accepted", ()),
+    "evicted_tokens": ("tokens evicted from the prefix cache", ()),
+    "lora_loads": ("LoRA adapters loaded into a slot", ()),
     "scheduler_steps": ("steps planned", ()),
     "aborted_requests": ("requests that ended before their answer was complete", ()),
 }
@@ -95,18 +95,18 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (SECONDS, "seconds from arrival to the first token"),
     "inter_token_latency_seconds": (SECONDS, "seconds between output tokens"),
-    "e2e_request_latency_seconds": (SECONDS, "seconds from arrival to the end"),
+    "e2e_request_latency_seconds": (SECONDS, "seconds from arrival to the end of the answer"),
     "queue_time_seconds": (SECONDS, "seconds from arrival to admission"),
-    "prefill_time_seconds": (SECONDS, "seconds in place before the first token"),
-    "decode_time_seconds": (SECONDS, "seconds in place after the first token"),
+    "prefill_time_seconds": (SECONDS, "seconds of prefill before the first token"),
+    "decode_time_seconds": (SECONDS, "seconds of decode after the first token"),
     "request_prompt_tokens": (TOKENS, "prompt length"),
     "request_generation_tokens": (TOKENS, "output length"),
 }
 
 _CLASS_HISTOGRAMS = {
-    "queue_wait_seconds": (SECONDS, "seconds that requests waited for their first place, pauses not counted"),
+    "queue_wait_seconds": (SECONDS, "seconds that requests waited for their first admission, without pauses"),
 }
-"""One histogram for each class of service."""
+"""Histograms with one series per service class."""
 
 _LOOKAHEAD_TOTALS = {
     "lookahead_runs": ("looks", "forecasts that policy adaptive has made since it was chosen"),
@@ -166,11 +166,11 @@ SGLANG_STAGES = {
     "prefill": "prefill_time_seconds",
     "decode": "decode_time_seconds",
 }
-"""The histogram of ours for each stage of SGLang's one histogram."""
+"""Stage label of SGLang's histogram -> our histogram."""
 
 
 class Histogram:
-    """Counts per bucket, cheap enough to be fed with every token."""
+    """Counts per bucket, cheap enough to update with every token."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -185,7 +185,7 @@ class Histogram:
         self.total += value * weight
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts as Prometheus wants them."""
+        """Cumulative counts by upper bound, in Prometheus' form."""
         running, pairs = 0, []
         for bound, count in zip([*map(float, self.bounds), float("inf")], self.counts, strict=True):
             running += count
@@ -195,7 +195,15 @@ class Histogram:
 
 @dataclass(slots=True)
 class Metrics:
-    """Everything that is counted, and how it is written out."""
+    """All counters, gauges and histograms of the API process.
+
+    counters: value by (name, label values).
+    gauges: gauges of all data-parallel ranks together.
+    adaptive: the latest report of policy adaptive.
+    tp_ranks: tensor- and pipeline-parallel ranks by data-parallel rank.
+    kv: the snapshot that `kv_families` reads.
+    ranks: gauges by data-parallel rank, empty with a single rank.
+    """
 
     model: str
     compat: Sequence[str] = ()
@@ -207,8 +215,6 @@ class Metrics:
     kv: Mapping[str, Any] = field(default_factory=dict)
     processes: ProcessUsage = field(default_factory=ProcessUsage)
     ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """The gauges of each data-parallel rank, where there are several; `gauges` are those of all together."""
-
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
     )
@@ -219,7 +225,7 @@ class Metrics:
     )
 
     _rated: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
-    """When the throughput was last looked at, and the tokens generated until then."""
+    """Time of the last throughput sample (s, monotonic), and the tokens generated until then."""
 
     def __post_init__(self) -> None:
         for name, (_, labels) in _COUNTERS.items():
@@ -233,8 +239,8 @@ class Metrics:
         self.counters[name, labels] = self.counters.get((name, labels), 0.0) + amount
 
     def set_load(self, gauges: Mapping[str, float], totals: Mapping[str, float]) -> None:
-        """Take over what the scheduler's snapshot says, under our own names."""
-        # What another policy told is over.
+        """Replace the gauges and set the totals, both by our names."""
+        # Gauges of an earlier policy disappear; the throughput is measured here and stays.
         kept = self.gauges.get(THROUGHPUT)
         self.gauges = dict(gauges) if kept is None else {**gauges, THROUGHPUT: kept}
         self.counters.update({(name, ()): total for name, total in totals.items()})
@@ -245,11 +251,11 @@ class Metrics:
             self._rated = (now, tokens)
 
     def tracker(self, spec: GenerateReqInput) -> "LatencyTracker":
-        """What follows one request from its arrival."""
+        """A tracker for one request, from its arrival on."""
         return LatencyTracker(self, spec)
 
     def finished(self, finish: Finish, spec: GenerateReqInput) -> None:
-        """Take in the end of an answer."""
+        """Count a finished answer."""
         self.count("requests", 1, finish.reason)
         self.count("prompt_tokens", finish.prompt_tokens)
         self.count("cached_tokens", finish.cached_tokens)
@@ -267,32 +273,32 @@ class Metrics:
         self.histograms["request_generation_tokens"].observe(finish.completion_tokens)
 
     def _count_incidents(self, finish: Finish, level: str) -> None:
-        """Waiting, lost places and refusals."""
+        """Count queueing, retractions and refusals."""
         timings = finish.timings
         if finish.cause and finish.cause not in ON_PURPOSE:
             self.count("rejected_requests", 1, finish.cause)
-        if finish.cause not in REFUSED_AT_ONCE:
+        if finish.cause not in REFUSED_ON_ARRIVAL:
             self.class_histograms["queue_wait_seconds", level].observe(timings.queue_ns / NS_PER_S)
             if timings.queue_ns > STARVED_AFTER_NS:
                 self.count("starvation", 1, level)
         if timings.inverted_ns:
             self.count("priority_inversion_seconds", timings.inverted_ns / NS_PER_S, level)
-        lost_schedulers = (
+        causes = (
             ("preempted", timings.preemptions),
             ("out_of_pages", timings.page_shortages),
             ("paused", timings.pauses),
         )
-        for reason, times in lost_schedulers:
+        for reason, times in causes:
             if times:
                 self.count("lost_places", times, level, reason)
 
     def _count_slo(self, finish: Finish, level: str) -> None:
-        """Attainment and goodput, by the requests' own targets or their class's."""
-        kept = met_slo(finish)
-        if kept is None:
+        """Count SLO attainment and goodput, by the request's own targets or its class's."""
+        met_all = met_slo(finish)
+        if met_all is None:
             return
-        self.count("slo_requests", 1, level, _word(kept))
-        if kept:
+        self.count("slo_requests", 1, level, _word(met_all))
+        if met_all:
             self.count("goodput_tokens", finish.completion_tokens, level)
         for target, met in targets_met(finish):
             if finish.reason != "abort":
@@ -312,7 +318,7 @@ def _word(met: bool) -> str:
 
 
 class LatencyTracker:
-    """Follows one request, for the latency histograms. One call a delta."""
+    """Feeds the latency histograms from the deltas of one request."""
 
     __slots__ = ("_arrival", "_between_tokens", "_last", "_metrics", "_spec")
 
@@ -324,7 +330,7 @@ class LatencyTracker:
         self._last: dict[int, float] = {}
 
     def delta(self, delta: OutputDelta) -> None:
-        """Take in what came for one answer."""
+        """Observe a delta."""
         count, now = len(delta.token_ids), time.monotonic()
         if count:
             last = self._last.get(delta.index)
@@ -338,7 +344,7 @@ class LatencyTracker:
             self._end(delta, delta.finish, now)
 
     def _end(self, delta: OutputDelta, finish: Finish, now: float) -> None:
-        """Take in the last delta of an answer."""
+        """Observe the last delta of an answer."""
         histograms = self._metrics.histograms
         whole = delta.completion_tokens == len(delta.token_ids) > 0
         if whole and finish.first_token_ns:
@@ -356,9 +362,9 @@ class _Families(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Our own names first, then the ones asked for by `--metrics-compat`."""
-        own = {name: f"tokenyard_{name}" for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS)}
-        yield from self._named(own, "model")
+        """Our names first, then those that `--metrics-compat` adds."""
+        ours = {name: f"tokenyard_{name}" for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS)}
+        yield from self._named(ours, "model")
         yield from self._by_class()
         yield from self._by_rank()
         yield from self._by_tp_rank()
@@ -373,7 +379,7 @@ class _Families(Collector):
             yield self._cache_config()
 
     def _named(self, names: Mapping[str, str], model_label: str) -> Iterable[Metric]:
-        """All families that `names` has a name for."""
+        """The families that `names` maps to an exported name."""
         metrics, model = self._metrics, self._metrics.model
         for key, text in _GAUGES.items():
             if key in names and key in metrics.gauges:
@@ -390,7 +396,7 @@ class _Families(Collector):
                 yield family
 
     def _stages(self) -> Metric:
-        """Where the time of requests went, as SGLang names it."""
+        """SGLang's histogram of latencies by stage."""
         name, text = "sglang:per_stage_req_latency_seconds", "seconds that requests spent in each stage"
         family = HistogramMetricFamily(name, text, labels=["model_name", "stage"])
         for stage, key in SGLANG_STAGES.items():
@@ -399,7 +405,7 @@ class _Families(Collector):
         return family
 
     def _cache_config(self) -> Metric:
-        """What gateways read to know how large the KV pool is."""
+        """vLLM's gauge from which gateways read the size of the KV pool."""
         pages = int(self._metrics.gauges.get("total_tokens", 0)) // self._metrics.page_size
         labels = {
             "model_name": self._metrics.model,
@@ -411,7 +417,7 @@ class _Families(Collector):
         return family
 
     def _by_class(self) -> Iterable[Metric]:
-        """Histograms with a class of service."""
+        """Histograms by service class."""
         for key, (_, text) in _CLASS_HISTOGRAMS.items():
             family = HistogramMetricFamily(f"tokenyard_{key}", text, labels=["model", "class"])
             for (name, level), histogram in self._metrics.class_histograms.items():
@@ -420,7 +426,7 @@ class _Families(Collector):
             yield family
 
     def _by_rank(self) -> Iterable[Metric]:
-        """Gauges of the data-parallel ranks; a rank that does not run has only `up`, which is 0."""
+        """Gauges by data-parallel rank; a rank that does not run has only `up`, which is 0."""
         for key, text in _RANK_GAUGES.items():
             family = GaugeMetricFamily(f"tokenyard_rank_{key}", text, labels=["model", "dp_rank"])
             for rank, gauges in self._metrics.ranks.items():
@@ -430,20 +436,20 @@ class _Families(Collector):
                 yield family
 
     def _by_tp_rank(self) -> Iterable[Metric]:
-        """Gauges of the processes among which each rank's model is divided; none where it is not."""
+        """Gauges by tensor- and pipeline-parallel rank; none for a model on one device."""
         for key, (name, text) in _TP_RANK_GAUGES.items():
-            for place in ("tp_rank", "pp_rank"):
-                family = GaugeMetricFamily(f"tokenyard_{place}_{name}", text, labels=["model", "dp_rank", place])
+            for kind in ("tp_rank", "pp_rank"):
+                family = GaugeMetricFamily(f"tokenyard_{kind}_{name}", text, labels=["model", "dp_rank", kind])
                 for group, ranks in self._metrics.tp_ranks.items():
                     for rank in ranks:
-                        if place in rank:
-                            labels = [self._metrics.model, group.removeprefix("rank "), str(rank[place])]
+                        if kind in rank:
+                            labels = [self._metrics.model, group.removeprefix("rank "), str(rank[kind])]
                             family.add_metric(labels, rank[key])
                 if family.samples:
                     yield family
 
     def _counter(self, key: str, name: str, model_label: str) -> Metric:
-        """One counter with a sample for each combination of labels seen."""
+        """A counter with one sample per combination of labels seen so far."""
         text, labels = _COUNTERS[key]
         family = CounterMetricFamily(name, text, labels=[model_label, *labels])
         for (counter, values), amount in self._metrics.counters.items():

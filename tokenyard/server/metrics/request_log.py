@@ -1,8 +1,8 @@
-"""One log line for every finished answer: ids and lengths, and the text itself only if that is asked for.
+"""One log line per finished answer: ids and lengths, and the text only with `--log-requests-content`.
 
-As JSON these lines are a trace for the simulator (`--trace-format tokenyard-log`). `complete` is false where the answer
-was refused or broken off, so that its `output_tokens` is not its length; `max_new_tokens` is null if the client left it
-open.
+As JSON, these lines are a trace for the simulator (`--trace-format tokenyard-log`). `complete` is false for an answer
+that was refused or aborted, whose `output_tokens` is not its full length. `max_new_tokens` is null if the client gave
+no limit.
 """
 
 import logging
@@ -16,11 +16,11 @@ log = logging.getLogger("tokenyard.requests")
 
 MS_PER_S = 1000
 MAX_LOGGED_CHARS = 2000
-"""More of a prompt or answer is cut off."""
+"""Prompts and answers are cut at this length."""
 
 
 class RequestLog:
-    """Follows one request. With `content`, the lines hold the beginning of prompt and answer."""
+    """Logs the answers of one request, with `content` also the beginning of prompt and answer."""
 
     def __init__(self, spec: GenerateReqInput, *, content: bool) -> None:
         self._spec = spec
@@ -28,7 +28,7 @@ class RequestLog:
         self._texts: dict[int, str] = {}
 
     def delta(self, delta: OutputDelta) -> None:
-        """Take in news of one answer; its last one writes the line."""
+        """Collect text; the last delta of an answer writes its line."""
         if self._content:
             text = self._texts.get(delta.index, "")
             if len(text) < MAX_LOGGED_CHARS:
@@ -62,6 +62,6 @@ class RequestLog:
 
 
 def _word(value: Any) -> str:
-    """A value in a line; text from outside is quoted, so that it cannot make up lines of its own."""
+    """A value in a line. Text from clients is quoted, so that it cannot forge log lines."""
     plain = not isinstance(value, str) or (value.isascii() and value.isprintable() and " " not in value)
     return str(value) if plain else repr(value)

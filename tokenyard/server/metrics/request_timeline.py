@@ -1,4 +1,4 @@
-"""The streams of a profile, as events of the Trace Event Format."""
+"""Request streams of a profile, as events of the Trace Event Format."""
 
 from collections.abc import Mapping
 
@@ -12,38 +12,38 @@ MAX_ANSWERS = 20_000
 
 
 class StreamProfile:
-    """The streams of one profile, as nested asynchronous events; written when an answer ends."""
+    """The streams of one profile, as nested asynchronous events, added when an answer ends."""
 
     def __init__(self) -> None:
         self.events = name_tracks(API_PID, "requests", {})
         self._answers = 0
 
     def watcher(self, spec: GenerateReqInput, headers: Mapping[str, str]) -> "_StreamObserver":
-        """What follows one request."""
+        """An observer for one request."""
         return _StreamObserver(self, spec)
 
     def add(self, rid: str, index: int, finish: Finish) -> None:
-        """Write an answer with its stages."""
+        """Add an answer with its stages, up to `MAX_ANSWERS`."""
         self._answers += 1
         if self._answers > MAX_ANSWERS:
             return
         facts = {"reason": finish.reason, "prompt": finish.prompt_tokens, "output": finish.completion_tokens}
         spans = [(f"{rid}/{index}", finish.arrival_ns, finish.finished_ns), *stages(finish)]
-        for place, (name, begin_ns, end_ns) in enumerate(spans):
+        for depth, (name, begin_ns, end_ns) in enumerate(spans):
             common = {"name": name, "cat": "request", "id": finish.number, "pid": API_PID, "tid": 0}
-            args = {"args": facts} if place == 0 else {}
+            args = {"args": facts} if depth == 0 else {}
             self.events.append({**common, "ph": "b", "ts": begin_ns / NS_PER_US, **args})
             self.events.append({**common, "ph": "e", "ts": end_ns / NS_PER_US})
 
 
 class _StreamObserver:
-    """Follows one request."""
+    """Adds the answers of one request to a profile."""
 
     def __init__(self, profile: StreamProfile, spec: GenerateReqInput) -> None:
         self._profile = profile
         self._spec = spec
 
     def delta(self, delta: OutputDelta) -> None:
-        """Take in news of one answer."""
+        """Add an answer once it has finished."""
         if delta.finish is not None:
             self._profile.add(self._spec.rid, delta.index, delta.finish)

@@ -1,7 +1,7 @@
-"""Spans for OpenTelemetry: one for each answer, with its stages inside. Needs the extra `tokenyard[otel]`.
+"""OpenTelemetry spans: one per answer, with child spans for its stages. Needs the extra `tokenyard[otel]`.
 
-A `traceparent` header makes the span part of the caller's trace (W3C Trace Context). Names of attributes follow the
-semantic conventions for generative AI.
+A `traceparent` header makes the span part of the caller's trace (W3C Trace Context). Attributes that start with
+`gen_ai.` follow the semantic conventions for generative AI.
 """
 
 import logging
@@ -20,7 +20,7 @@ SPAN_NAME = "llm_request"
 
 
 class Tracing:
-    """Sends spans to a collector, in the background. Made once; `watcher` follows one request."""
+    """Sends spans to a collector in the background. One per server; `watcher` makes an observer per request."""
 
     def __init__(self, provider: Any) -> None:
         """`provider` is an `opentelemetry.sdk.trace.TracerProvider`; it is shut down by `close`."""
@@ -29,19 +29,19 @@ class Tracing:
         self._provider = provider
         self._tracer = provider.get_tracer(SERVICE_NAME)
         self._propagator = TraceContextTextMapPropagator()
-        # Stages are stamped by the monotonic clock, spans by that of the wall.
+        # Stages have monotonic timestamps, spans have wall-clock ones.
         self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
 
     def watcher(self, spec: GenerateReqInput, headers: Mapping[str, str]) -> "SpanObserver":
-        """What follows a request that came with these headers (lower-case names)."""
+        """An observer for a request with these headers (lower-case names)."""
         return SpanObserver(self, spec, headers)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans and shut the provider down."""
         self._provider.shutdown()
 
     def write(self, spec: GenerateReqInput, headers: Mapping[str, str], index: int, finish: Finish) -> None:
-        """Make the spans of an answer that has ended."""
+        """Make the spans of a finished answer."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         parent = self._propagator.extract(dict(headers))
@@ -62,7 +62,7 @@ class Tracing:
 
 
 class QuietExporter:
-    """An exporter that says once that its collector is away, and once that it is back and how many spans were lost.
+    """An exporter that logs once when its collector fails, and once with the number of lost spans when it recovers.
 
     It has the methods of an `opentelemetry.sdk.trace.export.SpanExporter`.
     """
@@ -75,25 +75,27 @@ class QuietExporter:
         """Send some spans; they are dropped if that fails."""
         result = self._inner.export(spans)
         if result.value == 0 and self._lost:
-            log.warning("the trace collector at %s takes spans again; %d were lost", self._endpoint, self._lost)
+            log.warning("the trace collector at %s accepts spans again; %d were lost", self._endpoint, self._lost)
             self._lost = 0
         elif result.value != 0:
             if not self._lost:
-                log.warning("the trace collector at %s takes no spans; they are dropped until it does", self._endpoint)
+                log.warning(
+                    "the trace collector at %s does not accept spans; they are dropped until it does", self._endpoint
+                )
             self._lost += len(spans)
         return result
 
     def shutdown(self) -> None:
-        """End it."""
+        """Shut the exporter down."""
         self._inner.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Send what is left."""
+        """Send the remaining spans."""
         return bool(self._inner.force_flush(timeout_millis))
 
 
 class SpanObserver:
-    """Follows one request; writes spans at the end of each of its answers."""
+    """Writes the spans of one request's answers as they finish."""
 
     def __init__(self, tracing: Tracing, spec: GenerateReqInput, headers: Mapping[str, str]) -> None:
         self._tracing = tracing
@@ -101,13 +103,13 @@ class SpanObserver:
         self._headers = headers
 
     def delta(self, delta: OutputDelta) -> None:
-        """Take in news of one answer."""
+        """Write spans once an answer has finished."""
         if delta.finish is not None:
             self._tracing.write(self._spec, self._headers, delta.index, delta.finish)
 
 
 def stages(finish: Finish) -> list[tuple[str, int, int]]:
-    """The stages that an answer reached: name, begin and end in monotonic nanoseconds."""
+    """(name, begin, end) of each stage that an answer reached, in monotonic nanoseconds."""
     marks = (("queue", finish.arrival_ns), ("prefill", finish.admitted_ns), ("decode", finish.first_token_ns))
     reached = [(name, begin_ns) for name, begin_ns in marks if begin_ns]
     ends = [begin_ns for _, begin_ns in reached[1:]] + [finish.finished_ns]
@@ -130,9 +132,7 @@ def attributes(spec: GenerateReqInput, index: int, finish: Finish) -> dict[str, 
 
 
 def open_tracing(endpoint: str) -> Tracing:
-    """Tracing to an OTLP collector over HTTP, which may come and go. Raises ConfigError where the extra is not
-    installed.
-    """
+    """Tracing to an OTLP collector over HTTP. Raises ConfigError if the extra is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -141,7 +141,7 @@ def open_tracing(endpoint: str) -> Tracing:
     except ImportError as error:
         raise ConfigError(f"--otlp-traces-endpoint needs the package {error.name}; install tokenyard[otel]") from error
     provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
-    # It writes several lines about every batch that it cannot send; `QuietExporter` says what there is to know.
+    # The SDK logs several lines for every batch that it cannot send; `QuietExporter` logs one.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     exporter: Any = QuietExporter(OTLPSpanExporter(endpoint=endpoint), endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))

@@ -1,1 +1,1 @@
-"""SGLang's `/generate`, and the routes for operators: control, requests, adapters, policy."""
+"""SGLang's `/generate` and `/v1/score`, and routes for operators: control, requests, adapters, policy, live feed."""

@@ -1,4 +1,4 @@
-"""The routes that do not generate: probes, models, tokenizing, metrics, server state and control."""
+"""Routes that do not generate: probes, models, tokenizing, metrics, server state, control and profiles."""
 
 import asyncio
 import math
@@ -34,14 +34,13 @@ router = APIRouter()
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 MIN_DETOKENIZED = 100_000
-"""`/detokenize` takes so many tokens, whatever the model's context is."""
+"""`/detokenize` accepts at least this many tokens, whatever the model's context length."""
 
 SCRAPE_TIMEOUT_S = 0.002
 """A scrape does not wait for a long step to end: it gets the counters of the last heartbeat."""
 
-
 TRANSFER_TIMEOUT_S = 1.0
-"""Within what an engine that looks for ranks waits."""
+"""Timeout of `/v1/transfer`, which other engines ask for the addresses of the ranks."""
 
 
 async def _state(request: Request) -> ServerState:
@@ -63,9 +62,9 @@ Body = Annotated[bytes, Depends(_body)]
 @router.head("/health", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 async def health(state: State) -> Response:
-    """200 while the engine's heartbeat is young, and while it still loads; 503 and why if it is stuck or dead.
+    """200 while the engine's heartbeat is recent and while the model loads; 503 with the reason otherwise.
 
-    With several ranks it is 200 as long as one of them is well, and the body says of each whether it is.
+    With several ranks it is 200 as long as one of them is healthy, and the body has the status of each.
     """
     if state.phase == "loading":
         return Response(status_code=200)
@@ -80,17 +79,17 @@ async def health(state: State) -> Response:
 
 
 def _unhealthy_reason(state: ServerState) -> str:
-    """Why the engine is not well; "" if it is."""
+    """Why the engine is unhealthy, "" if it is healthy."""
     age_s = state.control.health()
     if age_s <= state.options.health_timeout_s:
         return ""
     if math.isinf(age_s):
         return "the engine has ended"
-    return f"the scheduler has not been well for {age_s:.0f} s; its log says what it was doing"
+    return f"the scheduler has been unhealthy for {age_s:.0f} s; see its log"
 
 
 def _rank_health(state: ServerState, rank: int, age_s: float) -> dict[str, Any]:
-    """How a rank is: up, stuck, or down (it does not run, and may be starting again)."""
+    """Status of a rank: up, stuck, or down (it does not run, and may be restarting)."""
     known = math.isfinite(age_s)
     word = "down" if not known else "up" if age_s <= state.options.health_timeout_s else "stuck"
     return {"dp_rank": rank, "status": word, "heartbeat_age_s": round(age_s, 3) if known else None}
@@ -99,22 +98,22 @@ def _rank_health(state: ServerState, rank: int, age_s: float) -> dict[str, Any]:
 @router.get("/ready")
 @router.head("/ready", include_in_schema=False)
 async def ready(state: State) -> Response:
-    """200 when requests are welcome; 503 while loading, draining or stuck."""
+    """200 when the server accepts requests; 503 while it loads, drains or is stuck."""
     why = state.phase if state.phase != "ready" else _unhealthy_reason(state) and f"stuck: {_unhealthy_reason(state)}"
     return Response(why, 503, {"retry-after": "1"}, "text/plain") if why else Response(status_code=200)
 
 
 @router.get("/v1/transfer")
 async def transfer(state: State) -> dict[str, Any]:
-    """Where and how other engines exchange KV with each rank; empty where they do not."""
+    """The address and format for KV transfer with each rank; empty without PD disaggregation."""
     return {"ranks": (await state.control.snapshot(TRANSFER_TIMEOUT_S)).get("transfer", {})}
 
 
 @router.get("/v1/cache")
 async def cache(state: State) -> dict[str, Any]:
-    """What each rank has stored and loaded below the device, and the records of paused requests there.
+    """KV stored and loaded by each rank's KV store, and its records of paused requests.
 
-    Empty where there is no such store.
+    Empty without a KV store.
     """
     counters = await state.control.snapshot(TRANSFER_TIMEOUT_S)
     paused = {name: counters[name] for name in ("paused_requests",) if name in counters}
@@ -197,7 +196,7 @@ async def tokenize(state: State, body: Body) -> dict[str, Any]:
 
 
 def _token_strings(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
-    """The tokens of the vocabulary with these ids, None for ids that it does not have."""
+    """The vocabulary's tokens with these ids, None for unknown ids."""
     return [tokenizer.id_to_token(token) for token in ids]
 
 
@@ -219,7 +218,7 @@ async def detokenize(state: State, body: Body) -> dict[str, Any]:
 
 @router.get("/metrics")
 async def metrics(state: State) -> Response:
-    """Prometheus text; within a long step its gauges are those of up to a second ago."""
+    """Prometheus text. During a long step its gauges are up to a second old."""
     if state.phase != "loading":
         snapshot = await state.control.snapshot(SCRAPE_TIMEOUT_S)
         adapters = {"lora_adapters": float(len(found))} if (found := _adapters(state)) else {}
@@ -237,7 +236,7 @@ async def metrics(state: State) -> Response:
 
 
 def rates_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
-    """Gauges that are ratios of the scheduler's counters, by our names."""
+    """Gauges by our names that are ratios of the scheduler's counters."""
     counters = snapshot.get("counters", {})
     return {
         "new_token_ratio": snapshot.get("new_token_ratio", 0.0),
@@ -246,7 +245,7 @@ def rates_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
 
 
 def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
-    """Our counter names from the scheduler's totals."""
+    """Counters by our names, from a scheduler snapshot."""
     counters = snapshot.get("counters", {})
     deferred = snapshot.get("measures", {}).get(DEFERRED, 0)
     return {
@@ -270,9 +269,7 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
 async def loads(
     state: State, include: str = DEFAULT_SECTIONS, format: str = "json", dp_rank: int | None = None
 ) -> dict[str, Any] | Response:
-    """How loaded each rank is, or one of them, for routers and planners: the sections that `include` names, as JSON or
-    Prometheus.
-    """
+    """Load of each rank, or of `dp_rank`, for routers and planners: those sections that `include` names."""
     if format not in FORMATS:
         raise InvalidRequestError(f"format must be one of {', '.join(FORMATS)}", param="format")
     known = state.control.rank_ages_s()
@@ -306,7 +303,7 @@ async def get_load(state: State) -> list[dict[str, Any]]:
 @router.get("/server_info")
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(state: State) -> dict[str, Any]:
-    """Settings (no keys) and state."""
+    """Settings (without API keys) and state."""
     age_s = state.control.health() if state.phase != "loading" else math.inf
     ranks = await state.control.rank_snapshots() if state.phase != "loading" else {}
     ports = {rank: _bootstrap_port(counters) for rank, counters in ranks.items()}
@@ -326,16 +323,16 @@ async def server_info(state: State) -> dict[str, Any]:
 
 
 def _bootstrap_port(counters: Mapping[str, Any]) -> int:
-    """Where other engines ask a rank for KV; 0 if it has none to give."""
-    told: Mapping[str, Any] = next(iter(counters.get("transfer", {}).values()), {})
-    port = str(told.get("address", "")).rpartition(":")[2]
+    """The port at which other engines ask a rank for KV; 0 if the rank does not serve KV."""
+    transfer: Mapping[str, Any] = next(iter(counters.get("transfer", {}).values()), {})
+    port = str(transfer.get("address", "")).rpartition(":")[2]
     return int(port) if port else 0
 
 
 @router.get("/model_info")
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(state: State) -> dict[str, Any]:
-    """What is served."""
+    """The model that is served."""
     return {
         "model_path": state.options.info.get("model_path"),
         "tokenizer_path": state.options.info.get("tokenizer_path"),
@@ -347,7 +344,7 @@ async def model_info(state: State) -> dict[str, Any]:
 
 @router.get("/version")
 async def version() -> dict[str, Any]:
-    """Which version of the package answers."""
+    """The version of the package."""
     return {"version": __version__}
 
 
@@ -355,7 +352,7 @@ async def version() -> dict[str, Any]:
 @router.post("/reset_prefix_cache", include_in_schema=False)
 @router.get("/flush_cache", include_in_schema=False)
 async def flush_cache(state: State) -> dict[str, Any]:
-    """Empty the prefix cache; 400 while requests are there."""
+    """Empty the prefix cache; 400 while requests wait or run."""
     if not await state.control.flush_cache():
         raise InvalidRequestError("the cache is not flushed: requests are waiting or running", code="busy")
     return {"success": True}
@@ -363,13 +360,13 @@ async def flush_cache(state: State) -> dict[str, Any]:
 
 @router.post("/clear_hicache_storage_backend")
 async def clear_store(state: State) -> dict[str, Any]:
-    """Forget all KV below the device (--enable-hierarchical-cache)."""
+    """Delete all KV in the KV store (--enable-hierarchical-cache)."""
     return {"success": True, "blocks": await state.control.clear_store()}
 
 
 @router.post("/abort_request")
 async def abort_request(state: State, body: Body) -> dict[str, Any]:
-    """End one request by its id, or all."""
+    """Abort a request by its id, or all requests."""
     fields = parse(body or b"{}", AbortRequest, strict=state.options.strict_api)
     if not fields.abort_all and not fields.rid:
         raise InvalidRequestError("give rid, or abort_all: true", param="rid")
@@ -384,7 +381,7 @@ async def abort_request(state: State, body: Body) -> dict[str, Any]:
 
 @router.post("/pause_generation")
 async def pause_generation(state: State, body: Body) -> dict[str, Any]:
-    """Stop working until /continue_generation; the mode says what happens to running requests."""
+    """Pause the engine until /continue_generation. `mode` says what happens to running requests."""
     fields = parse(body or b"{}", PauseRequest, strict=state.options.strict_api)
     modes: tuple[PauseMode, ...] = get_args(PauseMode)
     mode = next((mode for mode in modes if mode == (fields.mode or "in_place")), None)
@@ -403,19 +400,19 @@ async def continue_generation(state: State) -> dict[str, Any]:
 
 @router.post("/start_profile")
 async def start_profile(state: State) -> dict[str, Any]:
-    """Begin a timeline of the scheduler's steps and of the requests that come from now on; 400 if one runs."""
+    """Start a profile of the scheduler's steps and of requests that arrive from now on; 400 if one is running."""
     if not await state.control.start_profile():
-        raise InvalidRequestError("a profile runs already; end it by /stop_profile", code="profile_runs")
+        raise InvalidRequestError("a profile is already running; end it with /stop_profile", code="profile_runs")
     state.start_timeline()
     return {"success": True}
 
 
 @router.post("/stop_profile", response_class=Response)
 async def stop_profile(state: State) -> Response:
-    """End the timeline and answer it as a file for ui.perfetto.dev or chrome://tracing; 400 if none runs."""
+    """End the profile and return it as a file for ui.perfetto.dev or chrome://tracing; 400 if none is running."""
     steps = await state.control.stop_profile()
     if steps is None:
-        raise InvalidRequestError("no profile runs; begin one by /start_profile", code="no_profile")
+        raise InvalidRequestError("no profile is running; start one with /start_profile", code="no_profile")
     events = orjson.loads(steps) + state.stop_timeline()
     headers = {"content-disposition": 'attachment; filename="tokenyard-trace.json"'}
     return Response(orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), 200, headers, "application/json")

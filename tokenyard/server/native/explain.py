@@ -1,4 +1,4 @@
-"""`GET /v1/requests/{id}/explain`: where a request's time went, behind which requests it waited, and by which rule."""
+"""`GET /v1/requests/{id}/explain`: where a request's time went, and which requests ran before it under which policy."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ RidOf = Callable[[int], str | None]
 
 
 def explained(explanation: Explanation, rid_of: RidOf) -> dict[str, Any]:
-    """One answer's explanation as JSON; times in milliseconds, requests by their ids (or #number if unknown)."""
+    """The explanation of one answer as JSON: times in milliseconds, requests by id, or #number if the id is unknown."""
     timings = explanation.timings
     retracted = {
         "preempted": timings.preemptions,
@@ -56,12 +56,12 @@ def stages_ms(timings: RequestTimings) -> dict[str, float]:
 
 
 def wall_s(stamp_ns: int) -> float:
-    """A stamp of the monotonic clock, on which the engine's processes agree, as seconds of Unix time."""
+    """A monotonic timestamp (ns), which the engine's processes share, as Unix time in seconds."""
     return round(time.time() - (time.monotonic_ns() - stamp_ns) / NS_PER_S, 6)
 
 
 def summary(explanation: Explanation) -> str:
-    """The same in a few words."""
+    """A one-line summary."""
     timings, stages = explanation.timings, stages_ms(explanation.timings)
     longest = max(STAGES, key=lambda stage: stages[stage])
     text = f"{timings.total_ns / NS_PER_MS:.1f} ms, most of it {longest} ({stages[longest]:.1f} ms)"
@@ -77,6 +77,6 @@ def summary(explanation: Explanation) -> str:
 
 
 def _starts(starts: AdmittedRequests, rid_of: RidOf) -> dict[str, Any]:
-    """Requests that started before another one, the latest of them by id."""
+    """Requests that started earlier: their number, their tokens and the latest ids."""
     ids = [rid_of(number) or f"#{number}" for number in starts.numbers]
     return {"requests": starts.requests, "tokens": starts.tokens, "latest_ids": list(dict.fromkeys(ids))}

@@ -31,7 +31,15 @@ MAX_TOP_LOGPROBS = 100
 
 @dataclass(slots=True)
 class PreparedNativeRequest:
-    """A parsed request. `batch` says whether the client sent a list and expects one."""
+    """A parsed request.
+
+    specs: one per prompt.
+    n: answers per prompt.
+    batch: whether the client sent a list and expects one.
+    with_text: whether log-probabilities carry the tokens' text.
+    empty: per prompt, whether nothing is to be generated.
+    logprob_from: first prompt position with log-probabilities, -1 for none.
+    """
 
     specs: list[GenerateReqInput]
     n: int
@@ -41,7 +49,7 @@ class PreparedNativeRequest:
     logprob_from: int
 
     def drops_output(self, index: int) -> bool:
-        """Whether nothing was to be generated for this answer: the one token that the engine samples is left out."""
+        """Whether max_new_tokens is 0: the engine samples one token, which the answer leaves out."""
         return self.empty[index // self.n]
 
 
@@ -52,16 +60,17 @@ async def generate(call: RequestContext) -> None:
 
 
 async def resume(call: RequestContext, records: PausedRequests, rids: Sequence[str]) -> None:
-    """Give the rest of requests that were paused before the engine ended, as a stream or whole, as they were asked for.
+    """Return the rest of requests that were paused before the engine ended, streamed or whole as first requested.
 
-    Whatever API they came by, the rest has the shape of `/generate`. It can be had again until it was given in full.
+    The rest has the shape of `/generate`, whichever API the requests used. It can be fetched again until it has been
+    delivered in full.
     """
-    wish = parse(call.body or b"{}", ResumeRequest, strict=call.state.options.strict_api)
+    fields = parse(call.body or b"{}", ResumeRequest, strict=call.state.options.strict_api)
     adapters = {adapter.key for adapter in call.manager.adapters.loaded.values()}
     specs = [spec for rid in rids for spec in await records.specs(rid, adapters)]
-    if wish.shown_tokens is not None:
-        _set_shown(specs, wish.shown_tokens)
-    stream = specs[0].text_options.stream if wish.stream is None else wish.stream
+    if fields.shown_tokens is not None:
+        _set_shown(specs, fields.shown_tokens)
+    stream = specs[0].text_options.stream if fields.stream is None else fields.stream
     for spec in specs:
         spec.text_options = replace(spec.text_options, stream=stream)
     await _answer(call, PreparedNativeRequest(specs, 1, len(specs) > 1, False, [False] * len(specs), -1), stream=stream)
@@ -70,11 +79,11 @@ async def resume(call: RequestContext, records: PausedRequests, rids: Sequence[s
 
 
 def _set_shown(specs: list[GenerateReqInput], tokens: int) -> None:
-    """The client says how many tokens it has. Raises InvalidRequestError if that cannot be."""
+    """Set how many tokens the client already has. Raises InvalidRequestError for an impossible number."""
     known = 0 if specs[0].output_ids is None else len(specs[0].output_ids)
     if len(specs) > 1 or not 0 <= tokens <= known:
-        most = "is for a request with one answer" if len(specs) > 1 else f"must be between 0 and {known}"
-        raise InvalidRequestError(f"shown_tokens {most}", param="shown_tokens")
+        reason = "is for a request with one answer" if len(specs) > 1 else f"must be between 0 and {known}"
+        raise InvalidRequestError(f"shown_tokens {reason}", param="shown_tokens")
     specs[0].text_options = replace(specs[0].text_options, shown=tokens)
     if specs[0].logprobs is not None and specs[0].output_ids is not None:
         specs[0].output_ids = specs[0].output_ids[:tokens]
@@ -90,7 +99,7 @@ async def _answer(call: RequestContext, job: PreparedNativeRequest, *, stream: b
 
 
 async def _job(call: RequestContext, body: NativeRequest) -> PreparedNativeRequest:
-    """Read a body. Raises InvalidRequestError for anything wrong or unsupported in it."""
+    """Prepare a request body. Raises InvalidRequestError for invalid or unsupported fields."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequestError("give exactly one of text and input_ids", param="text")
     refuse_unsupported(body)
@@ -109,7 +118,7 @@ async def _job(call: RequestContext, body: NativeRequest) -> PreparedNativeReque
     each = list(zip(prompts, samplings, rids, strict=True))
     specs = await run_off_loop(
         call.body,
-        lambda: [_spec(call, body, prompt, wish or NativeSampling(), rid, start) for prompt, wish, rid in each],
+        lambda: [_spec(call, body, prompt, sampling or NativeSampling(), rid, start) for prompt, sampling, rid in each],
     )
     for spec, adapter in zip(specs, adapters, strict=True):
         spec.lora = adapter
@@ -121,8 +130,10 @@ async def _job(call: RequestContext, body: NativeRequest) -> PreparedNativeReque
 
 
 def _logprob_from(body: NativeRequest, empty: bool) -> int:
-    """The first prompt position with log-probabilities, -1 for none. Where nothing is generated and no position is
-    given, they can only be meant of the whole prompt, as SGLang's frontend language does.
+    """The first prompt position with log-probabilities, -1 for none.
+
+    Without a position, a request that generates nothing gets those of the whole prompt, as SGLang's frontend language
+    expects.
     """
     if not body.return_logprob:
         return -1
@@ -132,7 +143,7 @@ def _logprob_from(body: NativeRequest, empty: bool) -> int:
 
 
 def _per_prompt(value: Any, count: int, param: str) -> Sequence[Any]:
-    """A value for each prompt: the same for all, or one of a list. Raises InvalidRequestError for a wrong length."""
+    """One value per prompt, from a list or repeated. Raises InvalidRequestError for a list of the wrong length."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
@@ -141,7 +152,7 @@ def _per_prompt(value: Any, count: int, param: str) -> Sequence[Any]:
 
 
 def _rids(call: RequestContext, body: NativeRequest, count: int) -> Sequence[str]:
-    """A request id for each prompt; "" where the engine should make one up."""
+    """A request id per prompt; "" where the server generates one."""
     if isinstance(body.rid, list):
         if len(set(body.rid)) < len(body.rid):
             raise InvalidRequestError("rid holds an id twice", param="rid", code="duplicate_rid")
@@ -158,10 +169,10 @@ def _spec(
     rid: str,
     logprob_from: int,
 ) -> GenerateReqInput:
-    """The engine's view of one prompt."""
+    """The engine request for one prompt."""
     check_max_tokens(sampling.max_new_tokens, "max_new_tokens", least=0)
     # The engine always samples a token.
-    most = NATIVE_MAX_NEW_TOKENS if sampling.max_new_tokens is None else max(1, sampling.max_new_tokens)
+    max_new_tokens = NATIVE_MAX_NEW_TOKENS if sampling.max_new_tokens is None else max(1, sampling.max_new_tokens)
     spec = new_generate_input(body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=rid)
     if isinstance(prompt, str):
         spec.text = prompt
@@ -170,7 +181,7 @@ def _spec(
     spec.sampling = parse_sampling_params(
         sampling,
         call.state.options.default_sampling,
-        max_new_tokens=most,
+        max_new_tokens=max_new_tokens,
         min_new_tokens=sampling.min_new_tokens,
     )
     spec.text_options = parse_text_options(
@@ -186,7 +197,7 @@ def _spec(
 
 
 def _top(value: int | None) -> int:
-    """How many alternatives to each token. Raises InvalidRequestError if that is too many."""
+    """The number of alternatives per token. Raises InvalidRequestError if it is out of range."""
     if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
         message = f"top_logprobs_num must be between 0 and {MAX_TOP_LOGPROBS}"
         raise InvalidRequestError(message, param="top_logprobs_num")
@@ -194,7 +205,7 @@ def _top(value: int | None) -> int:
 
 
 async def _stream(call: RequestContext, job: PreparedNativeRequest) -> None:
-    """Write the answers as events; each repeats all text and tokens so far, as SGLang's clients expect."""
+    """Stream the answers; each event repeats all text and tokens so far, as SGLang's clients expect."""
     answers = [CompletionOutput() for _ in range(len(job.specs) * job.n)]
     several = job.batch or job.n > 1
 
@@ -232,7 +243,7 @@ def _result(call: RequestContext, job: PreparedNativeRequest, index: int, answer
 
 
 def _without_output(answer: CompletionOutput) -> CompletionOutput:
-    """The answer as it would be had nothing been generated."""
+    """The answer without the one sampled token."""
     inputs = [entry for entry in answer.logprobs if entry.position < answer.prompt_tokens]
     finish = answer.finish
     if finish is not None and finish.reason != "abort":
@@ -254,7 +265,7 @@ def _finish_reason(finish: Finish | None) -> dict[str, Any] | None:
 def _logprob_meta(
     call: RequestContext, job: PreparedNativeRequest, answer: CompletionOutput, prompt: Int32Array | list[int] | None
 ) -> dict[str, Any]:
-    """Log-probabilities of prompt and output tokens; the first prompt token has none and gets null."""
+    """Log-probabilities of prompt and output tokens. The first prompt token has none and gets null."""
     inputs = [entry for entry in answer.logprobs if entry.position < answer.prompt_tokens]
     outputs = answer.logprobs[len(inputs) :]
     names = call.state.names

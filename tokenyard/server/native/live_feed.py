@@ -1,7 +1,7 @@
-"""`GET /v1/live`: what happens now, as one stream of events four times a second, the same for each client.
+"""`GET /v1/live`: the state of the server as server-sent events, four per second, the same for all clients.
 
-The scheduler is asked once for all clients, and not at all while there is none. An event is one JSON object; lists of
-single requests and of bins are arrays, in the order of `ROW` and `BIN`.
+The schedulers are polled once for all clients, and not at all without clients. An event is one JSON object; each
+request and each bin is an array in the order of `ROW` and `BIN`.
 """
 
 import asyncio
@@ -22,15 +22,17 @@ from tokenyard.server.state import ServerState
 
 PERIOD_S = 0.25
 PREFIXES_EVERY = 8
-"""Hot prefixes come with every so manieth event, as finding them costs most."""
+"""One event in this many has the hot prefixes, the most expensive part."""
 
 REPEATED_BINS = 8
 """Each event repeats the latest bins, so that a client that misses a few events misses no bin."""
 
 ROW = ("state", "level", "tenant", "age_ms", "prompt", "hit", "computed", "known", "limit", "paused")
-"""What follows the id of a request in an event's `rows`."""
+"""Fields of a request in an event's `rows`, after its id."""
 
 BIN = ("index", "steps", "prefill", "decode", "busy_ms", "longest_ms", "predicted_ms")
+"""Fields of a bin. `tokenyard/ui/server.js` reads them by position."""
+
 TOTALS = (
     "prompt_tokens",
     "hit_tokens",
@@ -46,7 +48,7 @@ POLICY = ("policy", "policy_options", "policy_note", "overtaking", "paused", "st
 
 
 class LiveFeed:
-    """The one source of events. It runs while anybody follows."""
+    """Polls the schedulers and sends events to all clients. It runs while there is a client."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -55,7 +57,7 @@ class LiveFeed:
         self._next: asyncio.Future[bytes] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a client that watches, as an ASGI endpoint."""
+        """Answer one client."""
         reply = HttpResponse(send)
         if scope["method"] == "HEAD":
             await reply.event(b"")
@@ -70,10 +72,11 @@ class LiveFeed:
         await reply.end()
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
-        """Events from now on, the first with the whole last minute, until the server has drained or the engine died.
+        """Yield events until the server has drained or the engine has died; the first one has the last minute.
+
         A client that reads slowly misses events.
         """
-        yield _event(await self._look(prefixes=True, bins=MAX_BINS) | {"server": self._about()})
+        yield _event(await self._poll(prefixes=True, bins=MAX_BINS) | {"server": self._about()})
         self._followers += 1
         if self._task is None:
             self._next = asyncio.get_running_loop().create_future()
@@ -92,44 +95,44 @@ class LiveFeed:
         return self._next
 
     async def _run(self) -> None:
-        """Look four times a second; empty bytes are the end."""
-        turn, due = 0, time.monotonic()
+        """Poll every `PERIOD_S` and publish an event; empty bytes mark the end."""
+        round_number, due = 0, time.monotonic()
         while True:
-            turn += 1
+            round_number += 1
             due = max(due + PERIOD_S, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
-            told = await self._look(prefixes=turn % PREFIXES_EVERY == 0, bins=REPEATED_BINS)
-            over = told["phase"] in ("dead", "drained")
+            event = await self._poll(prefixes=round_number % PREFIXES_EVERY == 0, bins=REPEATED_BINS)
+            over = event["phase"] in ("dead", "drained")
             done, self._next = self._next_event(), asyncio.get_running_loop().create_future()
-            done.set_result(_event(told))
+            done.set_result(_event(event))
             if over:
                 self._next.set_result(b"")
                 return
 
-    async def _look(self, *, prefixes: bool, bins: int) -> dict[str, Any]:
-        """One moment as plain data."""
+    async def _poll(self, *, prefixes: bool, bins: int) -> dict[str, Any]:
+        """The current state as plain data."""
         state = self._state
-        told: dict[str, Any] = {"at": time.time(), "now": time.monotonic_ns() // BIN_NS, "phase": state.phase}
+        event: dict[str, Any] = {"at": time.time(), "now": time.monotonic_ns() // BIN_NS, "phase": state.phase}
         if state.phase == "draining" and not state.open_requests:
-            told["phase"] = "drained"
+            event["phase"] = "drained"
         try:
             views = await state.control.watch(prefixes=prefixes, bins=bins)
         except EngineDeadError as error:
-            return told | {"phase": "dead", "why": error.message}
+            return event | {"phase": "dead", "why": error.message}
         except (OverloadedError, TokenyardError) as error:
-            return told | {"why": error.message}
+            return event | {"why": error.message}
         counters = merge_counters([view["counters"] for view in views])
-        return told | self._served() | _scheduler_part(counters) | self._views(views)
+        return event | self._served() | _scheduler_part(counters) | self._views(views)
 
     def _views(self, views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The views of all ranks as one."""
+        """The views of all ranks, merged."""
         groups = [list(group.values()) for view in views for group in view["groups"]]
         rows = [
             [self._state.control.rid_of(row["number"]) or f"#{row['number']}", *(row[name] for name in ROW)]
             for view in views
             for row in view["rows"]
         ]
-        told = {
+        merged = {
             "groups": groups,
             "rows": rows,
             "kv": merge_counters([view["kv"] for view in views]),
@@ -138,12 +141,12 @@ class LiveFeed:
             "budget_tokens": views[0]["step_budget_tokens"],
         }
         if views[0]["prefixes"] is not None:
-            told["prefixes"] = [prefix for view in views for prefix in view["prefixes"]]
-            told["prefixes_cut"] = any(view["prefixes_cut"] for view in views)
-        return told
+            merged["prefixes"] = [prefix for view in views for prefix in view["prefixes"]]
+            merged["prefixes_cut"] = any(view["prefixes_cut"] for view in views)
+        return merged
 
     def _served(self) -> dict[str, Any]:
-        """What the API process has counted since the start, by level."""
+        """SLO attainment and goodput since the start, by service class level."""
         counters = self._state.metrics.counters
         return {
             "slo": {
@@ -154,7 +157,7 @@ class LiveFeed:
         }
 
     def _about(self) -> dict[str, Any]:
-        """What does not change while the server runs."""
+        """Facts that do not change while the server runs."""
         options = self._state.options
         loading = self._state.phase == "loading"
         return {
@@ -168,7 +171,7 @@ class LiveFeed:
 
 
 def _scheduler_part(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts and the policy, from the schedulers' counters."""
+    """Counts, totals and the policy, from the schedulers' counters."""
     totals = counters.get("counters", {})
     return {
         "counts": {name: counters.get(name, 0) for name in COUNTS},
@@ -179,23 +182,23 @@ def _scheduler_part(counters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiers_of(described: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """KV below the device by store (disk, host and the like), of all ranks: tokens, bytes, and loads under way."""
+    """Tokens, bytes and running loads of all ranks' KV stores, by back end (disk, host and others)."""
     found: dict[str, dict[str, int]] = {}
     for rank in described.values():
-        tier = found.setdefault(str(rank["backend"]), {"tokens": 0, "bytes": 0, "loading": 0})
-        tier["tokens"] += rank["blocks"] * rank["block_tokens"]
-        tier["bytes"] += rank["stored_bytes"]
-        tier["loading"] += rank["loading"]
+        store = found.setdefault(str(rank["backend"]), {"tokens": 0, "bytes": 0, "loading": 0})
+        store["tokens"] += rank["blocks"] * rank["block_tokens"]
+        store["bytes"] += rank["stored_bytes"]
+        store["loading"] += rank["loading"]
     return found
 
 
 def _merged_bins(bins: Iterable[Mapping[str, Any]]) -> list[list[float]]:
-    """The bins of all ranks by their index: work adds up, and the longest step is that of any."""
+    """The bins of all ranks, merged by index: sums, and the maximum of `longest_ms`."""
     found: dict[int, dict[str, Any]] = {}
     for one in bins:
-        there = found.setdefault(one["index"], {**dict.fromkeys(BIN, 0), "index": one["index"]})
+        merged = found.setdefault(one["index"], {**dict.fromkeys(BIN, 0), "index": one["index"]})
         for name in BIN[1:]:
-            there[name] = max(there[name], one[name]) if name == "longest_ms" else there[name] + one[name]
+            merged[name] = max(merged[name], one[name]) if name == "longest_ms" else merged[name] + one[name]
     return [[round(found[index][name], 3) for name in BIN] for index in sorted(found)]
 
 
@@ -203,5 +206,5 @@ def _in_ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000.0, 3)
 
 
-def _event(told: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(told) + b"\n\n"
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"

@@ -1,4 +1,4 @@
-"""The order of the queue while the server runs: which policy it is, what it promises, and changing it."""
+"""`/v1/scheduler`: the scheduling policy, its bound, and changing it while the server runs."""
 
 from dataclasses import fields
 from typing import Any
@@ -18,19 +18,19 @@ CHANGEABLE = ("schedule_policy", "policy_options")
 
 @router.get("/v1/scheduler")
 async def scheduler(state: State) -> dict[str, Any]:
-    """The policy with what is put around it, what may overtake a waiting request under it, what `adaptive` found if it
-    was chosen, and the other settings.
+    """The policy with its wrappers and options, what may overtake a waiting request under it, the report of policy
+    `adaptive`, and the other settings.
     """
     return await _described(state)
 
 
 @router.post("/v1/scheduler")
 async def change_scheduler(state: State, body: Body) -> dict[str, Any]:
-    """Order the queue by another policy from now on; 400, and no change, for one that cannot be."""
+    """Change the policy; 400 without a change for an unknown policy or option."""
     wanted = parse(body, SchedulerRequest, strict=state.options.strict_api)
     if USER_POLICY_MARK in wanted.policy and wanted.policy != state.options.info.get("schedule_policy"):
         raise InvalidRequestError(
-            f"the policy {wanted.policy!r} is code, which is loaded at the start only; use --schedule-policy",
+            f"the policy {wanted.policy!r} is code, which is loaded only when the server starts; use --schedule-policy",
             param="policy",
         )
     await state.control.set_policy(wanted.policy, wanted.options)

@@ -1,6 +1,6 @@
-"""Single requests by their id while they wait or run: how urgent they are, pausing, resuming, explaining.
+"""`/v1/requests/{id}`: change the priority or deadline of a request, pause, resume or explain it.
 
-The id is the one that the client gave (`rid`, `request_id`, X-Request-Id) or that of the answer.
+The id is the client's (`rid`, `request_id`, X-Request-Id) or that of the answer.
 """
 
 from collections.abc import Awaitable, Callable
@@ -24,9 +24,9 @@ router = APIRouter(prefix="/v1/requests")
 
 @router.patch("/{request_id:path}")
 async def update_request(state: State, request_id: str, body: Body) -> dict[str, Any]:
-    """Change the priority or the deadline (counted from arrival) of a request that waits or runs; 404 if it is gone.
+    """Change the priority or the deadline (from arrival) of a request that waits or runs; 404 otherwise.
 
-    A `note` says so where priorities do not count.
+    A `note` in the answer says that the policy ignores priorities.
     """
     fields = parse(body, UpdateRequest, strict=state.options.strict_api)
     priority, deadline_ms = fields.priority, fields.deadline_ms
@@ -35,30 +35,30 @@ async def update_request(state: State, request_id: str, body: Body) -> dict[str,
     await _apply_to_request(
         state, request_id, lambda rid: state.control.update(rid, priority=priority, deadline_ms=deadline_ms)
     )
-    told = {"id": request_id, "priority": priority, "deadline_ms": deadline_ms}
+    answer = {"id": request_id, "priority": priority, "deadline_ms": deadline_ms}
     policy = (await state.control.snapshot()).get("policy", "")
     if priority is not None and not _counts_priorities(policy):
-        told["note"] = f"priorities do not count under policy {policy}; see --enable-priority-scheduling"
-    return told
+        answer["note"] = f"policy {policy} ignores priorities; see --enable-priority-scheduling"
+    return answer
 
 
 @router.post("/{request_id:path}/pause")
 async def pause_request(state: State, request_id: str) -> dict[str, Any]:
-    """Let a request give up its place until it is resumed; what it has computed may stay in the prefix cache.
+    """Pause a request until it is resumed. Its KV may stay in the prefix cache.
 
-    With a store below (--enable-hierarchical-cache) it is written down; `kept` says whether that was done.
+    With a KV store (--enable-hierarchical-cache) a record of it is written; `kept` says whether that succeeded.
     """
     await _apply_to_request(state, request_id, state.control.pause_request)
-    told: dict[str, Any] = {"id": request_id, "paused": True}
+    answer: dict[str, Any] = {"id": request_id, "paused": True}
     records = state.generator.records
-    return told if records is None else told | {"kept": bool(matching(request_id, records.rids))}
+    return answer if records is None else answer | {"kept": bool(matching(request_id, records.rids))}
 
 
 @router.post("/{request_id:path}/resume", response_model=None)
 async def resume_request(state: State, request_id: str) -> dict[str, Any] | Response:
-    """Let a paused request go on exactly where it stopped, as soon as its turn comes.
+    """Return a paused request to the queue, to continue where it stopped.
 
-    Of one that was paused before the engine was killed or started again, this gives the rest of the answer.
+    For a request that was paused before the engine ended, the response is the rest of its answer.
     """
     records = state.generator.records
     if records is not None and not state.ids_of(request_id) and (rids := matching(request_id, records.rids)):
@@ -68,7 +68,7 @@ async def resume_request(state: State, request_id: str) -> dict[str, Any] | Resp
 
 
 class Resumed(Response):
-    """The rest of requests that have records, generated as the answer is sent."""
+    """The rest of requests that have records, generated while the response is sent."""
 
     def __init__(self, route: GenerationRoute) -> None:
         super().__init__()
@@ -81,18 +81,18 @@ class Resumed(Response):
 
 @router.get("/{request_id:path}/explain")
 async def explain_request(state: State, request_id: str) -> dict[str, Any]:
-    """Where the time of a request went, open or ended not long ago: an entry for each of its answers."""
+    """Where the time of an open or recently ended request went: one entry per answer."""
     control = state.control
     rids = matching(request_id, control.recent_rids())
-    told = [explained(answer, control.rid_of) for rid in rids for answer in await control.explain(rid)]
-    if not told:
-        message = f"nothing is known of request {request_id!r}; it ended too long ago, or never came"
+    answers = [explained(answer, control.rid_of) for rid in rids for answer in await control.explain(rid)]
+    if not answers:
+        message = f"nothing is known of request {request_id!r}; it ended too long ago or never arrived"
         raise HttpError("request_not_found", message)
-    return {"id": request_id, "answers": told}
+    return {"id": request_id, "answers": answers}
 
 
 def _counts_priorities(policy: str) -> bool:
-    """Whether a policy looks at priorities, by the names of its parts; one's own may."""
+    """Whether a policy uses priorities, by the names of its parts. A user's policy may."""
     return "priority" in policy.split("+") or USER_POLICY_MARK in policy
 
 
@@ -100,5 +100,5 @@ async def _apply_to_request(state: ServerState, request_id: str, verb: Callable[
     """Apply `verb` to every part of a request. Raises HttpError (404) if none of it waits or runs."""
     reached = [await verb(rid) for rid in state.ids_of(request_id)]
     if not any(reached):
-        message = f"no request {request_id!r} waits or runs; it has ended, or never came"
+        message = f"no request {request_id!r} waits or runs; it has ended or never arrived"
         raise HttpError("request_not_found", message)

@@ -1,4 +1,4 @@
-"""`POST /v1/score`: how likely certain tokens come next behind each of several texts (SGLang's scoring API)."""
+"""`POST /v1/score`: the probability of given tokens after each of several texts (SGLang's scoring API)."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from tokenyard.server.prompts import token_ids
 from tokenyard.server.protocol import SchedulingFields, parse_body
 
 MAX_SCORES = 200_000
-"""More would hold up other requests while they are sent and written."""
+"""Larger responses would delay other requests while they are serialized."""
 
 
 @dataclass(kw_only=True)
@@ -31,18 +31,18 @@ class ScoreRequest(SchedulingFields):
 
 
 async def score(call: RequestContext) -> None:
-    """Score each item: the probability of each label token behind query and item."""
+    """Score each item: the probability of each label token after query and item."""
     body = await parse_body(call.body, ScoreRequest, strict=call.state.options.strict_api)
     adapter = call.state.check_model(body.model, body.lora_path)
     if not body.label_token_ids:
         raise InvalidRequestError("label_token_ids must not be empty", param="label_token_ids")
     items = [body.items] if isinstance(body.items, str) else body.items
-    most = call.state.options.max_prompts
-    if not 1 <= len(items) <= most:
-        raise InvalidRequestError(f"items must be a list of 1 to {most} texts", param="items")
+    max_items = call.state.options.max_prompts
+    if not 1 <= len(items) <= max_items:
+        raise InvalidRequestError(f"items must be a list of 1 to {max_items} texts", param="items")
     if len(items) * len(body.label_token_ids) > MAX_SCORES:
         message = (
-            f"{len(items)} items with {len(body.label_token_ids)} labels each; at most {MAX_SCORES} scores are given"
+            f"{len(items)} items with {len(body.label_token_ids)} labels each; at most {MAX_SCORES} scores are computed"
         )
         raise InvalidRequestError(message, param="label_token_ids")
     specs = [await _spec(call, body, item, place) for place, item in enumerate(items)]
@@ -62,7 +62,7 @@ async def score(call: RequestContext) -> None:
 
 
 async def _spec(call: RequestContext, body: ScoreRequest, item: Any, place: int) -> GenerateReqInput:
-    """One prompt, of which only what comes next is looked at."""
+    """The engine request for one prompt, with the log-probabilities of the next token."""
     if isinstance(item, str) != isinstance(body.query, str):
         raise InvalidRequestError("query and items must both be texts or both be token ids", param="items")
     rid = f"{body.rid}-{place}" if isinstance(body.rid, str) else ""
@@ -78,10 +78,10 @@ async def _prompt(call: RequestContext, body: ScoreRequest, item: Any) -> Int32A
     if isinstance(body.query, str):
         text = item + body.query if body.item_first else body.query + item
         return await call.manager.tokenize(text, True)
-    most = call.manager.context_length
+    max_ids = call.manager.context_length
     if not isinstance(item, list):
         raise InvalidRequestError("items must hold lists of token ids", param="items")
-    parts = [token_ids(body.query, "query", most), token_ids(item, "items", most)]
+    parts = [token_ids(body.query, "query", max_ids), token_ids(item, "items", max_ids)]
     return np.concatenate(parts[::-1] if body.item_first else parts)
 
 

@@ -1,1 +1,1 @@
-"""From a model's text to messages: reasoning, content and tool calls, by one machine that is driven by data."""
+"""Parses a model's text into reasoning, content and tool calls. One parser, driven by a format per model family."""
