@@ -1,3 +1,4 @@
-"""Which engine, worker or rank gets a request: pure, for the router, for engines with several ranks, and for the
-simulator.
+"""Choose the target of each request, with load, prefix index and queue. Pure.
+
+The router, engines with several ranks and the simulator share it.
 """

@@ -1,4 +1,7 @@
-"""Which rank of an engine gets a request: the router's policies and index, for the engine and the simulator. Pure."""
+"""Choose the rank of an engine for each request, by the routing policies and the prefix index. Pure.
+
+The engine and the simulator share it.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +20,12 @@ MIN_LEVEL = -(2**31)
 
 @dataclass(slots=True)
 class LevelLoad:
-    """Open requests of one level of urgency at one rank: how many, their uncached and all their prompt tokens."""
+    """Open requests of one priority level at one rank.
+
+    requests: their number.
+    prefill_tokens: uncached prompt tokens of those without a first token.
+    context_tokens: prompt tokens of all of them.
+    """
 
     requests: int = 0
     prefill_tokens: float = 0.0
@@ -25,7 +33,7 @@ class LevelLoad:
 
 
 class Assignment:
-    """One request at one rank, counted there from its dispatch until `end`."""
+    """One request at one rank, counted in its load from dispatch until `end`."""
 
     __slots__ = ("_level", "_prefilling", "_sent", "rank")
 
@@ -38,11 +46,11 @@ class Assignment:
             level.context_tokens += sent.tokens
 
     def expected_s(self) -> float:
-        """Seconds until the first token should be there."""
+        """Predicted seconds from dispatch to the first token."""
         return self._sent.expected_s()
 
     def first_token(self, now_s: float | None = None) -> None:
-        """The prompt is computed: its first token was seen at `now_s`, or is only supposed to be there (None)."""
+        """The prompt is computed. `now_s`: when the first token was observed; None if it is only assumed."""
         if now_s is None:
             self._sent.prefilled()
         else:
@@ -52,11 +60,11 @@ class Assignment:
         self._prefilling = False
 
     def hit(self, cached_tokens: int) -> None:
-        """The answer says how many tokens of its prompt were in the cache."""
+        """The response reports that `cached_tokens` of the prompt were cached."""
         self._sent.hit(cached_tokens)
 
     def end(self) -> None:
-        """The request has ended, or goes to another rank. May be called twice."""
+        """The request has ended or moves to another rank. Further calls have no effect."""
         self._sent.end()
         if self._level is not None:
             self.first_token()
@@ -66,13 +74,14 @@ class Assignment:
 
 
 class RankBalancer:
-    """Knows what each of `ranks` ranks has, as `routing.load` counts it, and what its cache should hold.
+    """Tracks the load of each rank (`routing.load`) and the prefixes that its cache should hold.
 
-    Loads and what was learnt of a rank outlive its process; its cache does not (`lost`). `pool_tokens` bound what a
-    rank can hold in memory, and `disk_tokens` what its own disk below holds, which outlives the process as well. left:
-    the ranks that are not out for good. Where priorities count, a request sees only the load of
-    requests that it does not overtake: those of its own level and above. Between ranks where these are equal, the
-    fewest requests of any level decide.
+    The load and the learnt speed of a rank outlive its process; its cache does not (see `lost`). With priority
+    scheduling, a request counts only the requests that it does not overtake: those of its own level and above. The
+    fewest requests of any level break ties.
+
+    ranks: number of ranks.
+    left: the ranks that have not been removed.
     """
 
     def __init__(
@@ -83,7 +92,9 @@ class RankBalancer:
         settings: SchedulerSettings | None = None,
         disk_tokens: int = 0,
     ) -> None:
-        """Raises ConfigError for an unknown method."""
+        """`pool_tokens` bounds the index of a rank by its KV pool, `disk_tokens` by its disk store, which outlives its
+        process; 0 for no bound and no disk store. Raises ConfigError for an unknown method.
+        """
         self.ranks = ranks
         self.left = list(range(ranks))
         self.settings = settings or SchedulerSettings()
@@ -97,7 +108,7 @@ class RankBalancer:
             self.index.limit(load.name, max(pool_tokens, disk_tokens) // BLOCK_TOKENS)
 
     def choose(self, request: Request, candidates: Sequence[int], now_s: float) -> Assignment:
-        """The place of a request that goes now to one of the ranks `candidates`, of which there is at least one."""
+        """Assign a request to one of the ranks `candidates`, which must not be empty."""
         loads, tokens = [self.loads[rank] for rank in candidates], len(request.prompt_ids)
         if self.ranks == 1:
             return Assignment(0, DispatchedRequest(loads[0], tokens, 0, now_s), None)
@@ -116,26 +127,26 @@ class RankBalancer:
         return Assignment(rank, sent, None if level is None else self._levels[rank].setdefault(level, LevelLoad()))
 
     def may_serve(self, request: Request) -> Collection[int]:
-        """The ranks that have a part in the limits of the request's tenant."""
+        """The ranks that hold a part of the limits of the request's tenant."""
         return ranks_of_tenant(self.settings.tenants, request.tenant, self.ranks, self.left)
 
     def remove_rank(self, rank: int) -> None:
-        """The rank is out for good; the others take over its part in the limits of tenants."""
+        """The rank does not come back; the other ranks take over its part of the tenant limits."""
         self.left = [other for other in self.left if other != rank]
 
     def lost(self, rank: int) -> None:
-        """The rank's process has ended, and its cache with it, but not what is on its disk."""
+        """The rank's process has ended. Its cache is lost; its disk store is not."""
         if not self._on_disk:
             self.index.clear_target(self.loads[rank].name)
         self.loads[rank].forget()
 
     def flushed(self) -> None:
-        """All caches are empty. What is on disk stays."""
+        """All caches were flushed. Disk stores are kept."""
         for load in self.loads if not self._on_disk else ():
             self.index.clear_target(load.name)
 
     def _level(self, request: Request) -> int | None:
-        """How urgent a request is, larger is more; None where priorities do not count."""
+        """The priority level of a request, larger is more urgent; None without priority scheduling."""
         if not self.settings.uses_priorities:
             return None
         priority = request.priority if request.priority is not None else self.settings.default_priority_value
@@ -144,7 +155,7 @@ class RankBalancer:
         return -priority if self.settings.schedule_low_priority_values_first else priority
 
     def _as_seen(self, rank: int, level: int) -> TargetLoad:
-        """The load of a rank without the requests that one of `level` overtakes."""
+        """The load of a rank without the requests that a request of `level` overtakes."""
         load, rivals = self.loads[rank], LevelLoad()
         for other, one in list(self._levels[rank].items()):
             if not one.requests:

@@ -1,7 +1,11 @@
-"""Which target serves a request: pure functions of what the router knows, shared by the proxy and the simulator.
+"""Routing policies: rank the targets of a request. Pure; the router, engines with several ranks and the simulator
+share it.
 
-A policy ranks targets. It sees the request's features and the targets' states (`routing.load`), and never what the
-index holds: how much of the prompt each target is believed to hold is one of the features.
+A target is what a policy chooses: a worker, or one data-parallel rank of a worker that has several. (A worker is the
+router's view of an engine. Inside an engine, the targets are its own ranks.)
+
+A policy sees the features of the request and the state of each target (`routing.load`). It does not see the prefix
+index: the caller looks up how much of the prompt each target should hold and passes it as a feature.
 """
 
 import difflib
@@ -36,21 +40,29 @@ COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY = (
     "sticky",
 )
 REASONS = (COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY)
-"""Why a target was chosen: nothing of the prompt was known; it holds most of it; another holds more but is busier, or
-is beyond the bound on its share of the load; the policy looks at load alone; the session's target."""
+"""Why the first target of a ranking is first.
+
+cold: no target holds any of the prompt, or not enough of it.
+cached: no target holds more of the prompt; with a hash policy, the target that the key prefers.
+spilled_for_load: another target holds more of the prompt but would answer later.
+spilled_by_bound: another target is preferred but is over the bound on its load.
+balanced: the policy looks at load alone, or at nothing.
+sticky: the target of the session.
+"""
 
 _MASK = (1 << 64) - 1
 SMALL_FLEET = 16
-"""Up to so many numbers are mixed one by one; arrays pay for more."""
+"""Fewer numbers than this are mixed one by one; for more, arrays are faster."""
 
 
 @dataclass(slots=True)
 class RequestFeatures:
-    """What a policy may know of a request.
+    """The request as a policy sees it.
 
-    tokens: of the prompt, estimated where only its text is known. matched: per target, in their order, prompt tokens
-    that its cache should hold; empty if no index was asked. key: 64 bits that requests with the same beginning share.
-    session: what must come back to the same target, "" for nothing.
+    tokens: prompt length in tokens, estimated if only the text is known.
+    matched: per target, in the order of the targets, prompt tokens that its cache should hold; empty if unknown.
+    key: 64-bit hash of the beginning of the prompt.
+    session: requests with the same session go to the same target; "" for none.
     """
 
     tokens: int
@@ -61,8 +73,11 @@ class RequestFeatures:
 
 @dataclass(slots=True)
 class Ranking:
-    """Targets by number, the best first, with the reason for the first. scores: per target in their own order, in the
-    policy's unit, less is better.
+    """What a policy returns.
+
+    order: indices into the targets, the best first.
+    scores: per target, in the order of the targets, in the policy's unit; lower is better.
+    reason: one of `REASONS`, for the first target.
     """
 
     order: list[int]
@@ -72,7 +87,13 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What policies can be tuned by; the thresholds are those of `cache_aware`."""
+    """Options of policies.
+
+    seed: of policies that draw at random.
+    cache_threshold: `cache_aware`: share of the prompt that a match must exceed.
+    balance_abs_threshold: `cache_aware`: difference in requests above which load decides.
+    balance_rel_threshold: `cache_aware`: ratio of requests above which load decides.
+    """
 
     seed: int = 0
     cache_threshold: float = CACHE_THRESHOLD
@@ -91,21 +112,21 @@ class RoutePolicy(ABC):
 
     @abstractmethod
     def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
-        """The order in which to try `targets`, of which there is at least one."""
+        """The order in which to try `targets`, which must not be empty."""
 
     def sent(self, request: RequestFeatures, target: TargetLoad) -> None:  # noqa: B027 - most policies learn nothing from it
-        """The request went to this target, which need not be the first of its ranking."""
+        """The request was sent to `target`, which need not be the first of its ranking."""
 
 
 def splitmix64(x: int) -> int:
-    """64 bits well mixed: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    """A 64-bit hash of a 64-bit number: the finalizer of SplitMix64 (Steele et al. 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 def _mixed(key: int, salts: list[int]) -> list[int]:
-    """`mix(key ^ salt)` for each of 64-bit salts."""
+    """`splitmix64(key ^ salt)` for each 64-bit salt."""
     if len(salts) < SMALL_FLEET:
         return [splitmix64(key ^ salt) for salt in salts]
     x = np.array(salts, np.uint64) ^ np.uint64(key)
@@ -116,7 +137,7 @@ def _mixed(key: int, salts: list[int]) -> list[int]:
 
 
 class _SplitMix64:
-    """A seeded stream of 64-bit numbers (SplitMix64): cheap, and the same everywhere."""
+    """A seeded generator of 64-bit numbers (SplitMix64): cheap, and the same on every platform."""
 
     def __init__(self, seed: int) -> None:
         self._state = splitmix64(seed & _MASK)
@@ -136,7 +157,7 @@ def _requests(targets: Sequence[TargetLoad]) -> list[float]:
 
 
 class Random(RoutePolicy):
-    """Any target, with equal chances."""
+    """A random target, each with equal probability."""
 
     name = "random"
 
@@ -146,13 +167,13 @@ class Random(RoutePolicy):
 
     @override
     def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
-        """The others follow in their order."""
+        """The other targets follow the drawn one in cyclic order."""
         first, count = self._draws.below(len(targets)), len(targets)
         return Ranking([(first + i) % count for i in range(count)], [0.0] * count, BALANCED)
 
 
 class RoundRobin(RoutePolicy):
-    """One after the other."""
+    """Each target in turn."""
 
     name = "round_robin"
 
@@ -169,7 +190,7 @@ class RoundRobin(RoutePolicy):
 
 
 class PowerOfTwo(RoutePolicy):
-    """The one with fewer requests of two drawn at random (Mitzenmacher 2001)."""
+    """Of two targets drawn at random, the one with fewer requests (Mitzenmacher 2001)."""
 
     name = "power_of_two"
 
@@ -191,13 +212,13 @@ class PowerOfTwo(RoutePolicy):
 
 
 class LeastLoad(RoutePolicy):
-    """The target that is expected to begin an answer first, whatever its cache holds."""
+    """The target with the least queued prefill work in seconds, whatever its cache holds."""
 
     name = "least_load"
 
     @override
     def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
-        """Seconds of prefill work that was sent; among equals, the fewest requests."""
+        """Scores are seconds of queued prefill work; the fewest requests break ties."""
         scores = [t.prefill_tokens * t.speed.token_s * t.slowness for t in targets]
         order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
         return Ranking(order, scores, BALANCED)
@@ -210,7 +231,7 @@ class ShortestQueue(RoutePolicy):
 
     @override
     def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
-        """Among equals, the one that has served the fewest."""
+        """The fewest requests served so far break ties."""
         order = sorted(range(len(targets)), key=lambda i: (targets[i].requests, targets[i].served))
         return Ranking(order, _requests(targets), BALANCED)
 
@@ -222,16 +243,14 @@ class TotalTokens(RoutePolicy):
 
     @override
     def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
-        """Among equals, the fewest requests."""
+        """The fewest requests break ties."""
         scores = [target.context_tokens for target in targets]
         order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
         return Ranking(order, scores, BALANCED)
 
 
 class KvUsage(RoutePolicy):
-    """The target whose KV pool would be filled least by prompts in flight: what decode wants where prefill is done
-    elsewhere.
-    """
+    """The target whose KV pool is filled least by the prompts in flight. The default for workers that only decode."""
 
     name = "kv_usage"
 
@@ -247,10 +266,10 @@ class KvUsage(RoutePolicy):
 class CacheAware(RoutePolicy):
     """The rule of sgl-router, with its thresholds.
 
-    If the most loaded target has more than `balance_abs_threshold` requests more, and more than `balance_rel_threshold`
-    times as many, as the least loaded one, the least loaded one is taken. Otherwise the best match is, if it covers
-    more than `cache_threshold` of the prompt, else the least loaded one (as upstream since its pull request 14650;
-    before, the one with the smallest tree).
+    Let `most` and `least` be the highest and the lowest number of requests of a target. If `most - least` exceeds
+    `balance_abs_threshold` and `most` exceeds `balance_rel_threshold * least`, the least loaded target is chosen.
+    Otherwise the best match is chosen if it covers more than `cache_threshold` of the prompt, else the least loaded
+    target (as upstream since its pull request 14650; before, the target with the smallest tree).
     """
 
     name = "cache_aware"
@@ -273,29 +292,30 @@ class CacheAware(RoutePolicy):
 
 
 def prefix_key(prompt: bytes) -> int:
-    """`RequestFeatures.key` of a prompt by its text or its token ids (int32), the same in every process: by 1024 bytes
-    of it, which are 256 tokens.
+    """`RequestFeatures.key` of a prompt, from the first 1024 bytes of its text or of its int32 token ids (256 tokens).
+
+    It is the same in every process.
     """
     return splitmix64(crc32(prompt[:KEY_BYTES]))
 
 
 def prompt_key(digests: Sequence[bytes | int]) -> int:
-    """`RequestFeatures.key` of a prompt by the digests of its blocks of tokens: that of its first 256 tokens."""
+    """`RequestFeatures.key` of a prompt, from the digest of its first four blocks (256 tokens)."""
     first = digests[min(KEY_BLOCKS, len(digests)) - 1] if digests else b""
     return splitmix64(int.from_bytes(first[:8], "little")) if isinstance(first, bytes) else 0
 
 
 def rendezvous(key: int, targets: Sequence[TargetLoad]) -> list[int]:
-    """Targets in the order in which `key` prefers them (highest random weight, Thaler and Ravishankar 1998).
+    """Target indices in the order in which `key` prefers them (highest random weight, Thaler and Ravishankar 1998).
 
-    When a target comes or goes, only the keys that prefer it move.
+    Adding or removing a target moves only the keys that prefer it.
     """
     weights = [splitmix64(key ^ target.salt) for target in targets]
     return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
 
 
 def _within_bound(preferred: list[int], targets: Sequence[TargetLoad]) -> Ranking:
-    """`preferred`, but targets with more than 1.25 times the mean load come last (Mirrokni et al. 2018)."""
+    """`preferred`, with targets over 1.25 times the mean load moved to the end (Mirrokni et al. 2018)."""
     loads = _requests(targets)
     bound = -(-BOUNDED_LOAD * (sum(loads) + 1.0) // len(loads))
     within = [i for i in preferred if loads[i] < bound]
@@ -326,7 +346,7 @@ class ConsistentHash(RoutePolicy):
 
 
 def text_key(text: str) -> int:
-    """64 bits that stand for a text, the same in every process (FNV-1a over its UTF-8, then mixed)."""
+    """A 64-bit hash of a text, the same in every process (FNV-1a over UTF-8, then `splitmix64`)."""
     value = 0xCBF29CE484222325
     for byte in text.encode("utf-8", "surrogatepass"):
         value = ((value ^ byte) * 0x100000001B3) & _MASK
@@ -334,20 +354,19 @@ def text_key(text: str) -> int:
 
 
 class PredictedTtft(RoutePolicy):
-    """The target that should give the first token first, and no target far more than its share of the load.
+    """The target with the lowest predicted time to first token, within a bound on its share of the load.
 
-    Predicted is the time for the prompt tokens that the target has not cached, after those of requests that still wait
-    for their first token, plus what requests that decode there cost a newcomer. Targets that are all but equally good
-    are told apart by their number of requests. A target that would have more than its share of the requests in flight,
-    and some more, comes after all others; where one has not a quarter of its share, no more is allowed. So however
-    good a prefix matches, it moves on to further targets once some are busy, and from then on those hold it too. A
-    slower target's share is smaller.
+    The prediction covers the uncached tokens of this prompt, those of requests that still wait for their first token,
+    and a cost per request that decodes. Targets whose predictions are nearly equal are ordered by their number of
+    requests. A target that would exceed `over` times its share of the requests in flight, plus `over_requests`, comes
+    last. If another target is far below its share (`starving`), the bound is the share itself. So a popular prefix
+    spreads to more targets once those that hold it are busy. A slower target has a smaller share.
     """
 
     name = "predicted_ttft"
     needs_prefix = True
     decode_tokens = 48.0
-    """What a request that decodes costs a newcomer, in prompt tokens."""
+    """Cost of each request in flight at the target, in prompt tokens."""
 
     near, near_s = 0.02, 0.001
     noticeably_slow, errors_apart = 1.2, 3.0
@@ -385,9 +404,7 @@ class PredictedTtft(RoutePolicy):
         return scores
 
     def _slowness(self, targets: Sequence[TargetLoad]) -> list[float]:
-        """How many times slower each target is than the usual one; 1 for all that differ by little, or by no more than
-        chance.
-        """
+        """How many times slower each target is than the median; 1 if the difference is small or not significant."""
         times = [target.slowness for target in targets]
         if max(times) <= self.noticeably_slow * min(times):
             return [1.0] * len(times)
@@ -399,7 +416,7 @@ class PredictedTtft(RoutePolicy):
         ]
 
     def _beyond(self, targets: Sequence[TargetLoad], slowness: list[float]) -> set[int]:
-        """Which targets would have more than their share of the requests in flight with this one."""
+        """Targets that would exceed the bound on their share of the requests in flight with this request."""
         requests, even = [target.requests for target in targets], max(slowness) == 1.0
         least, most, over, more = self.starving, self.starving_requests, self.over, self.over_requests
         fair = (sum(requests) + 1) / (len(requests) if even else sum([1.0 / slow for slow in slowness]))
@@ -421,9 +438,9 @@ class PredictedTtft(RoutePolicy):
 
 
 class SessionAffinity(RoutePolicy):
-    """Puts a session's target first, whatever the policy behind says; requests without a session go by that one.
+    """Ranks the target of a session first. Requests without a session follow the inner policy.
 
-    Sessions beyond `MAX_SESSIONS` are forgotten, the longest unused first.
+    At most `MAX_SESSIONS` sessions are kept; the least recently used are dropped first.
     """
 
     def __init__(self, options: PolicyOptions, inner: RoutePolicy) -> None:
@@ -489,7 +506,7 @@ def make_policy(name: str, options: PolicyOptions | None = None, *, sticky: bool
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(POLICIES))}"
-        raise ConfigError(f"there is no router policy {name!r}; {hint}")
+        raise ConfigError(f"unknown router policy {name!r}; {hint}")
     options = options or PolicyOptions()
     policy = POLICIES[name](options)
     return SessionAffinity(options, policy) if sticky else policy

@@ -1,8 +1,9 @@
-"""Which target holds which prefix: pure, bounded in bytes, shared by the router and the simulator.
+"""The prefix index: which target holds which blocks. Pure, bounded in bytes; the router, the engine and the simulator
+share it.
 
-A prompt is a chain of digests, each of which covers everything before it (`base.blocks`). Over tokens a block is 64
-tokens. Over text, where no tokenizer is given, blocks begin with 256 bytes and grow with their place, so that a prompt
-of any length has few digests and its match is known to about an eighth.
+A prompt is a chain of digests, each of which covers all blocks before it (`base.blocks`). A block of token ids is 64
+tokens. Without a tokenizer, blocks are pieces of text: the first 16 have 256 bytes, and 8 follow for each doubling of
+the length. So a long prompt has few digests, and the length of a match is known to about an eighth.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from tokenyard.base.blocks import BLOCK_TOKENS, ROOT, block_digests, chain, link
 from tokenyard.base.request import Int32Array
 
 ENTRY_BYTES = 160
-"""What one entry costs at most: a digest of 16 bytes as an object, and its place in a dictionary."""
+"""Upper bound on the memory of one entry: a 16-byte digest object and its dictionary slot."""
 
 FIRST_TEXT_BLOCK = 256
 BLOCKS_PER_OCTAVE = 8
@@ -27,7 +28,7 @@ MAX_ENGINE_BLOCKS = 1 << 22
 
 Digest = bytes | int
 Hash = int | bytes | str
-"""What an engine calls a block."""
+"""The name of a block in an engine's KV events."""
 
 _ARRAY_FIELDS = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
@@ -37,9 +38,11 @@ _ARRAY_FIELDS = {
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as the index sees it: `digests[i]` names everything up to `ends[i]`, of `size` in all.
+    """A prompt as a chain of blocks. Lengths are tokens, or bytes of text.
 
-    `ends` and `size` are tokens, or bytes of text; `ends` may be longer than `digests`.
+    digests: one per block; `digests[i]` covers the prompt up to `ends[i]`.
+    ends: where each block ends; may be longer than `digests`.
+    size: length of the prompt.
     """
 
     digests: Sequence[Digest] = ()
@@ -47,11 +50,11 @@ class Prompt:
     size: int = 0
 
     def share(self, blocks: int) -> float:
-        """The part of the prompt that the first `blocks` blocks are."""
+        """The share of the prompt that the first `blocks` blocks cover, from 0 to 1."""
         return self.ends[blocks - 1] / self.size if blocks else 0.0
 
     def blocks_within(self, share: float) -> int:
-        """How many whole blocks the first `share` of the prompt holds."""
+        """The number of whole blocks in the first `share` (0 to 1) of the prompt."""
         covered = share * self.size
         blocks = 0
         while blocks < len(self.digests) and self.ends[blocks] <= covered:
@@ -60,7 +63,7 @@ class Prompt:
 
 
 def _text_ends() -> list[int]:
-    """Where the blocks of a text end: 16 of 256 bytes, then 8 for each doubling of the place."""
+    """Where the blocks of a text end, in bytes: 16 blocks of 256, then 8 for each doubling."""
     ends = list(range(FIRST_TEXT_BLOCK, 2 * BLOCKS_PER_OCTAVE * FIRST_TEXT_BLOCK + 1, FIRST_TEXT_BLOCK))
     while ends[-1] < MAX_TEXT_BYTES:
         size = ends[-1] // BLOCKS_PER_OCTAVE
@@ -72,8 +75,10 @@ _TEXT_ENDS = _text_ends()
 
 
 def text_prompt(text: bytes, *, stable: bool = False) -> Prompt:
-    """The blocks of a text. `stable` digests are the same in every process; the others are cheaper and keyed anew in
-    each process, so that no client can make two texts meet.
+    """The blocks of a text.
+
+    `stable` digests are the same in every process. The others are cheaper and use Python's hash, which is salted per
+    process, so that a client cannot construct collisions.
     """
     size, begin = len(text), 0
     if stable:
@@ -103,17 +108,17 @@ def token_prompt(tokens: Int32Array, parent: bytes = ROOT) -> Prompt:
 
 @dataclass(slots=True)
 class _TargetBlocks:
-    """The blocks of one target, the least recently used first, and its own bound (0: none)."""
+    """The blocks of one target, least recently used first. most: its own bound on blocks; 0 for none."""
 
     blocks: dict[Digest, None] = field(default_factory=dict)
     most: int = 0
 
 
 class PrefixIndex:
-    """Which blocks each target holds, as far as the router knows.
+    """The blocks that each target should hold.
 
-    Of a chain, later blocks go before earlier ones, so what a target holds of a chain is always its beginning. What
-    goes beyond `max_bytes` is dropped at once, from the target that has most.
+    Later blocks of a chain are evicted before earlier ones. Beyond `max_bytes`, blocks are evicted immediately from the
+    target that has the most.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -124,22 +129,22 @@ class PrefixIndex:
 
     @property
     def bytes(self) -> int:
-        """Memory in use, as an upper estimate."""
+        """Upper bound on the memory in use."""
         return self._entries * ENTRY_BYTES
 
     def blocks_of(self, target: str) -> int:
-        """How many blocks the target holds."""
+        """The number of blocks in the index for `target`."""
         held = self._held.get(target)
         return len(held.blocks) if held is not None else 0
 
     def limit(self, target: str, blocks: int) -> None:
-        """The target holds at most `blocks` blocks (0: any number), as its engine's cache does."""
+        """Bound the blocks of `target` to the capacity of its cache; 0 for no bound."""
         held = self._held.setdefault(target, _TargetBlocks())
         held.most = blocks
         self._shrink(held)
 
     def matches(self, targets: Iterable[str], digests: Sequence[Digest]) -> list[int]:
-        """`match` for each of several targets; most hold nothing of a chain, which its first block tells."""
+        """`match` for each target. A miss of the first block, the common case, is cheap."""
         if not digests:
             return [0 for _ in targets]
         first, held = digests[0], self._held
@@ -165,7 +170,7 @@ class PrefixIndex:
         return low
 
     def insert(self, target: str, digests: Sequence[Digest]) -> None:
-        """The target holds, or will soon hold, this chain; it is the last one to be dropped now."""
+        """The target holds, or will soon hold, this chain: make it the most recently used."""
         held = self._held.get(target)
         if held is None:
             held = self._held[target] = _TargetBlocks()
@@ -178,7 +183,7 @@ class PrefixIndex:
         self._shrink(held)
 
     def remove(self, target: str, digests: Iterable[Digest]) -> None:
-        """The target holds these blocks no longer."""
+        """The target no longer holds these blocks."""
         held = self._held.get(target)
         if held is None:
             return
@@ -188,19 +193,19 @@ class PrefixIndex:
         self._entries -= before - len(held.blocks)
 
     def clear_target(self, target: str) -> None:
-        """The target holds nothing: it has started anew, failed or gone."""
+        """The target holds nothing: it restarted, failed or was flushed."""
         held = self._held.get(target)
         if held is not None:
             self._entries -= len(held.blocks)
             held.blocks = {}
 
     def remove_target(self, target: str) -> None:
-        """There is no such target any more."""
+        """The target does not exist any more."""
         self.clear_target(target)
         self._held.pop(target, None)
 
     def _shrink(self, held: _TargetBlocks) -> None:
-        """Keep within the bounds. Entries go in batches, because finding a dictionary's first one can take long."""
+        """Enforce the bounds. Evict in batches, because finding the first key of a large dictionary can be slow."""
         if held.most and len(held.blocks) > held.most:
             self._evict(held, len(held.blocks) - held.most)
         while self._entries > self._max_blocks:
@@ -216,11 +221,11 @@ class PrefixIndex:
 
 
 class BlockHashTranslator:
-    """Turns what one engine says of its cache, block by block in its own hashes, into our digests. Pure.
+    """Translates the KV events of one engine, which name blocks by its own hashes, into digests of the index. Pure.
 
-    Engines name blocks by hashes of their own, of any page size, so a block of ours is known by the tokens that events
-    bring. It is held while every engine block that it lies in is. Events are arrays or maps (see `apply`), as vLLM and
-    SGLang have sent them; hashes are taken as they come. A prompt's first block follows none.
+    Engines hash blocks of any page size, so digests are computed from the token ids in the events. A block of the index
+    is held while every engine block that it overlaps is held. Events are arrays or maps (see `apply`), as vLLM and
+    SGLang send them. The first block of a prompt has no parent.
     """
 
     def __init__(self) -> None:
@@ -228,10 +233,10 @@ class BlockHashTranslator:
         self._covers: dict[Hash, list[bytes]] = {}
 
     def apply(self, event: Any) -> tuple[list[bytes], list[bytes], bool]:
-        """An event as (digests stored, digests removed, whether everything is gone).
+        """Returns (digests stored, digests removed, whether the cache was cleared).
 
-        An array has its name first and then its fields in order, a map has it under `type`. What is no such event, or
-        follows an unknown block, changes nothing.
+        An array has the event's type first, then its fields in order; a map has the type under `type`. Malformed events
+        and blocks with an unknown parent are ignored.
         """
         fields = _event_fields(event)
         name, hashes = fields.get("type"), fields.get("block_hashes")
@@ -264,7 +269,7 @@ class BlockHashTranslator:
         return stored
 
     def _follow(self, place: "_BlockPosition", block: Hash, content: bytes, stored: list[bytes]) -> "_BlockPosition":
-        """Where one is after an engine block; digests of ours that it completes are `stored`."""
+        """The position after an engine block. Digests that it completes are appended to `stored`."""
         digest, rest, within = place.digest, place.rest + content, (*place.within, block)
         self._covers[block] = []
         while len(rest) >= 4 * BLOCK_TOKENS:
@@ -283,7 +288,12 @@ class BlockHashTranslator:
 
 @dataclass(frozen=True, slots=True)
 class _BlockPosition:
-    """After an engine block: the last whole block of ours, what follows it, and the engine blocks that lies in."""
+    """The position after an engine block.
+
+    digest: of the last whole block of the index.
+    rest: token ids after it, as int32 bytes.
+    within: the engine blocks that `rest` overlaps.
+    """
 
     digest: bytes
     rest: bytes
@@ -291,7 +301,7 @@ class _BlockPosition:
 
 
 def _root(fields: Mapping[str, Any]) -> bytes:
-    """What the first block of a prompt follows: one name for each salt and adapter, as for requests (`features`)."""
+    """The root of a prompt's chain: one per salt and adapter, as in `router.request_features`."""
     adapter, extra = fields.get("lora_name"), fields.get("extra_keys")
     words = extra[0] if isinstance(extra, list) and extra and isinstance(extra[0], list | tuple) else ()
     salts = [fields.get("cache_salt") or next((word for word in words if word != adapter), None), adapter]

@@ -1,7 +1,6 @@
-"""What a router knows of its targets' load: pure bookkeeping, shared by the proxy and the simulator.
+"""Load and speed of targets, as the router counts and learns them. Pure; shared with the engine and the simulator.
 
-A target is a worker, or one data-parallel rank of a worker. Load is counted when a request is sent, not when its answer
-begins, and given back exactly once.
+A request is counted when it is sent, not when its response begins, and is discounted exactly once.
 """
 
 import math
@@ -26,10 +25,10 @@ NOISE_S = 0.005
 
 
 class TtftModel:
-    """Seconds to the first token as a line in the prompt tokens to compute: `base_s + token_s * tokens`.
+    """Time to first token, linear in the prompt tokens to compute: `base_s + token_s * tokens`, in seconds.
 
-    Fitted by least squares over what answers show, older ones weighing less; it begins with a prior, so that it is a
-    line from the first request on. Targets of one model share it.
+    Fitted by least squares with exponential forgetting (`DECAY` per observation), starting from a prior. Targets of one
+    model share it.
     """
 
     def __init__(self) -> None:
@@ -39,11 +38,11 @@ class TtftModel:
             self._take(tokens, PRIOR_BASE_S + PRIOR_TOKEN_S * tokens, PRIOR_WEIGHT / 2)
 
     def predict_s(self, tokens: float) -> float:
-        """Seconds to the first token when `tokens` prompt tokens are to be computed, other requests' included."""
+        """Predicted seconds to first token with `tokens` prompt tokens to compute, including other requests'."""
         return self.base_s + self.token_s * tokens
 
     def observe(self, tokens: float, seconds: float) -> None:
-        """A request saw its first token after `seconds`, when `tokens` had to be computed before it."""
+        """Fit to one observation: the first token came after `seconds`, with `tokens` prompt tokens to compute."""
         self._count, self._x, self._xx = self._count * DECAY, self._x * DECAY, self._xx * DECAY
         self._y, self._xy = self._y * DECAY, self._xy * DECAY
         self._take(tokens, seconds, 1.0)
@@ -63,13 +62,20 @@ class TtftModel:
 
 @dataclass(slots=True)
 class TargetLoad:
-    """What a policy may look at.
+    """The state of a target that policies read.
 
-    requests: sent and not ended. prefill_tokens: uncached prompt tokens of those without a first token. context_tokens:
-    prompt tokens of all of them. served: requests sent so far. credit: the share of predicted cache hits that came
-    true. slowness: how many times longer first tokens take than `speed` says, and slowness_error, the standard error of
-    its logarithm. room: most requests at a time, 0 for any
-    number. salt: 64 bits that stand for the name. kv_tokens: tokens whose KV it can hold, 0 if that is unknown.
+    name: unique among the targets.
+    speed: model of its time to first token.
+    requests: requests sent and not ended.
+    prefill_tokens: uncached prompt tokens of the requests without a first token.
+    context_tokens: prompt tokens of all open requests.
+    served: requests sent so far.
+    credit: share of predicted cached tokens that responses confirm, from `MIN_CREDIT` to 1.
+    slowness: observed time to first token over that of `speed` (geometric mean).
+    slowness_error: standard error of the logarithm of `slowness`.
+    room: maximum number of open requests; 0 for no limit.
+    salt: 64-bit hash of the name.
+    kv_tokens: capacity of its KV pool in tokens; 0 if unknown.
     """
 
     name: str
@@ -93,18 +99,19 @@ class TargetLoad:
 
     @property
     def full(self) -> bool:
-        """Whether it has as many requests as it may have."""
+        """Whether it has reached its maximum number of requests."""
         return 0 < self.room <= self.requests
 
     def forget(self) -> None:
-        """The worker has started anew: what was learnt of it holds no longer. Open requests stay counted."""
+        """The worker has restarted: reset what was learnt about it. Open requests stay counted."""
         self.credit = self.slowness = 1.0
         self._ratios, self._log_mean, self._log_variance = SLOWNESS_PRIOR, 0.0, SLOWNESS_PRIOR_DEVIATION**2
         self.slowness_error = SLOWNESS_PRIOR_DEVIATION / SLOWNESS_PRIOR**0.5
 
     def took(self, seconds: float, expected_s: float) -> None:
-        """A first token came after `seconds` instead of `expected_s`. The mean over the first ones becomes one in which
-        older ones count less and less.
+        """Update `slowness`: a first token came after `seconds` instead of `expected_s`.
+
+        The mean is arithmetic over the first observations, and exponential with step `SLOWNESS_STEP` after that.
         """
         ratio = (seconds + NOISE_S) / (expected_s + NOISE_S)
         beyond = math.log(min(max(ratio, 1.0 / MAX_SLOWNESS), MAX_SLOWNESS)) - self._log_mean
@@ -117,13 +124,14 @@ class TargetLoad:
 
 
 class DispatchedRequest:
-    """One request at one target, from its dispatch on."""
+    """One request at one target, from dispatch to `end`."""
 
     __slots__ = ("_began_s", "_ended", "_prefilling", "_state", "_work", "predicted", "tokens", "uncached")
 
     def __init__(self, state: TargetLoad, tokens: int, predicted: int, now_s: float, *, prefills: bool = True) -> None:
-        """Count a request with a prompt of `tokens`, of which `predicted` should be in the target's cache; the target
-        computes none of it unless it `prefills`, as another one does.
+        """Count a request with a prompt of `tokens`, of which `predicted` should be cached at the target.
+
+        `prefills`: False if another target computes the prompt.
         """
         self.tokens, self.predicted = tokens, predicted
         self.uncached = max(tokens - predicted * state.credit, 1.0) if prefills else 0.0
@@ -136,7 +144,7 @@ class DispatchedRequest:
         state.context_tokens += tokens
 
     def first_token(self, now_s: float) -> None:
-        """The answer begins: its prompt is no work any more, and the target's speed is seen."""
+        """The response begins at `now_s`: discount its prefill work and learn the target's speed."""
         if not self._prefilling:
             return
         self._stop_prefilling()
@@ -145,23 +153,23 @@ class DispatchedRequest:
         state.speed.observe(self._work, seconds)
 
     def expected_s(self) -> float:
-        """Seconds from the dispatch to the first token, as the model's speed has it."""
+        """Predicted seconds from dispatch to the first token."""
         return self._state.slowness * self._state.speed.predict_s(self._work)
 
     def prefilled(self) -> None:
-        """The first token should be there by now; for answers that come whole, in which it is not seen."""
+        """Assume the first token now; for responses without streaming, in which it cannot be observed."""
         if self._prefilling:
             self._stop_prefilling()
 
     def hit(self, cached: int) -> None:
-        """The answer says that `cached` tokens of its prompt were in the cache."""
+        """The response reports that `cached` tokens of its prompt were cached."""
         if self.predicted > 0:
             accuracy = min(cached / self.predicted, 1.0)
             credit = self._state.credit + CREDIT_STEP * (accuracy - self._state.credit)
             self._state.credit = max(credit, MIN_CREDIT)
 
     def end(self) -> None:
-        """The request has ended, however; further calls change nothing."""
+        """The request has ended, with or without an error. Further calls have no effect."""
         if self._ended:
             return
         self._ended = True
@@ -190,8 +198,9 @@ def target_has_capacity(state: TargetLoad, levels: Mapping[int, int], margin: in
 
 
 def preempts_by(info: Mapping[str, Any]) -> int | None:
-    """By how much the priority of a request must be higher for an engine to give it the place of one that runs; None if
-    it never does. Engines of SGLang and ours tell it by the names of their settings.
+    """The priority margin above which an engine preempts a running request; None if it never preempts.
+
+    `info` is the engine's /server_info. SGLang and Tokenyard report the margin under the names of their settings.
     """
     if info.get("enable_priority_scheduling") is not True or info.get("disable_priority_preemption") is True:
         return None

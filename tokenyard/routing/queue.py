@@ -1,10 +1,10 @@
-"""The queue at the router: requests that no target has room for yet, ordered across all workers. Pure.
+"""The router's queue: requests that no target has capacity for, ordered across all workers. Pure.
 
-Late binding: a request is given to a target only when it leaves the queue, so the most urgent one of the whole fleet is
-next wherever room appears. Urgency is priority, lifted by one for every `aging_s` of waiting, so that a request is
-overtaken only by those of a priority higher by p that arrive within p * `aging_s` after it. Requests of one level are
-shared out between tenants by deficit round robin in tokens (Shreedhar and Varghese 1995); one tenant's requests go by
-deadline, then by arrival, and those that were lifted by arrival alone.
+A request is bound to a target only when it leaves the queue, so free capacity always goes to the most urgent request of
+the fleet. The level of a request is its priority plus one for every `aging_s` of waiting: a request whose priority is
+higher by p overtakes only if it arrives within p * `aging_s`. Requests of one level share capacity between tenants by
+deficit round robin in tokens (Shreedhar and Varghese 1995). The requests of one tenant are ordered by deadline, then by
+arrival; once aged, by arrival alone.
 """
 
 import heapq
@@ -22,7 +22,18 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True, eq=False)
 class QueueEntry(Generic[Item]):
-    """A request in the queue. tokens: what it will cost. expires_s: when it is given up, infinity for never."""
+    """A request in the queue. Times are seconds of the queue's clock.
+
+    item: what the caller queued.
+    tokens: its cost in the round robin.
+    priority: before aging; larger is more urgent.
+    tenant: whose share it uses.
+    arrived_s: when it was queued.
+    deadline_s: orders the requests of a tenant; infinity for none.
+    expires_s: when it is dropped; infinity for never.
+    number: order of arrival.
+    gone: whether it has left the queue.
+    """
 
     item: Item
     tokens: float
@@ -37,7 +48,7 @@ class QueueEntry(Generic[Item]):
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[Item]):
-    """One tenant's requests of one priority, by arrival and by deadline; entries that are gone are skipped."""
+    """The requests of one tenant and priority, by arrival and by deadline. Entries that are `gone` are skipped."""
 
     by_arrival: deque[QueueEntry[Item]] = field(default_factory=deque)
     by_deadline: list[tuple[float, int, QueueEntry[Item]]] = field(default_factory=list)
@@ -54,11 +65,11 @@ class _TenantQueue(Generic[Item]):
 
 
 class WaitingQueue(Generic[Item]):
-    """Requests that wait for room. Times are seconds on any one clock."""
+    """Requests that wait for capacity. Times are seconds of one clock."""
 
     def __init__(self, *, aging_s: float = 0.0, weights: Mapping[str, float] | None = None) -> None:
         self._aging_s, self._weights = aging_s, weights or {}
-        self._lines: dict[tuple[int, str], _TenantQueue[Item]] = {}
+        self._queues: dict[tuple[int, str], _TenantQueue[Item]] = {}
         self._deficits: dict[str, float] = {}
         self._turns: dict[str, int] = {}
         self._turn = count()
@@ -79,9 +90,9 @@ class WaitingQueue(Generic[Item]):
         deadline_s: float = math.inf,
         expires_s: float = math.inf,
     ) -> QueueEntry[Item]:
-        """Let `item` wait, until `expires_s` at the latest."""
+        """Queue `item` until `expires_s` at the latest."""
         entry = QueueEntry(item, tokens, priority, tenant, now_s, deadline_s, expires_s, next(self._numbers))
-        line = self._lines.setdefault((priority, tenant), _TenantQueue())
+        line = self._queues.setdefault((priority, tenant), _TenantQueue())
         line.by_arrival.append(entry)
         if deadline_s < math.inf:
             heapq.heappush(line.by_deadline, (deadline_s, entry.number, entry))
@@ -91,21 +102,21 @@ class WaitingQueue(Generic[Item]):
         return entry
 
     def remove(self, entry: QueueEntry[Item]) -> None:
-        """`entry` waits no longer; nothing happens if it had left already."""
+        """Take `entry` out; no effect if it has left already."""
         if not entry.gone:
             entry.gone = True
             self._size -= 1
 
     def lowest(self, now_s: float) -> QueueEntry[Item] | None:
-        """What gives way when the queue is full: the newest of the least urgent."""
-        entries = [entry for line in self._lines.values() for entry in line.by_arrival if not entry.gone]
+        """The entry to drop when the queue is full: the newest of the lowest level; None if empty."""
+        entries = [entry for line in self._queues.values() for entry in line.by_arrival if not entry.gone]
         return min(entries, key=lambda entry: (self._level(entry, now_s), -entry.number), default=None)
 
     def expired(self, now_s: float) -> list[QueueEntry[Item]]:
-        """Takes out what has waited until it leaves."""
+        """Take out and return the entries whose `expires_s` has passed."""
         late = [
             entry
-            for line in self._lines.values()
+            for line in self._queues.values()
             for entry in line.by_arrival
             if not entry.gone and entry.expires_s <= now_s
         ]
@@ -114,23 +125,23 @@ class WaitingQueue(Generic[Item]):
         return late
 
     def pop(self, now_s: float, fits: Callable[[Item], bool]) -> QueueEntry[Item] | None:
-        """Takes out the next request that `fits`; None if there is none.
+        """Take out the next request for which `fits` returns True; None if there is none.
 
-        Of each tenant and priority only the first is asked, so that none is passed by a later one of its own line.
+        Only the first entry of each tenant and priority is tried, so a request is not overtaken within its tenant.
         """
         heads = self._heads(now_s)
         for level in sorted({level for level, _ in heads}, reverse=True):
             same = [entry for its_level, entry in heads if its_level == level and fits(entry.item)]
             if same:
-                entry = self._by_turns(same)
+                entry = self._round_robin(same)
                 self.remove(entry)
                 return entry
         return None
 
     def _heads(self, now_s: float) -> list[tuple[int, QueueEntry[Item]]]:
-        """The first of each line with its level; lines that have run empty are forgotten."""
+        """The first entry of each tenant queue with its level; empty tenant queues are removed."""
         heads, empty = [], []
-        for key, line in self._lines.items():
+        for key, line in self._queues.items():
             oldest = line.oldest()
             if oldest is None:
                 empty.append(key)
@@ -140,23 +151,23 @@ class WaitingQueue(Generic[Item]):
             if first is not None:
                 heads.append((level, first))
         for key in empty:
-            del self._lines[key]
+            del self._queues[key]
         if empty:
             self._forget_idle_tenants()
         return heads
 
     def _forget_idle_tenants(self) -> None:
-        """A tenant with nothing waiting keeps no deficit."""
-        busy = {tenant for _, tenant in self._lines}
+        """A tenant without waiting requests keeps no deficit."""
+        busy = {tenant for _, tenant in self._queues}
         for tenant in [name for name in self._turns if name not in busy]:
             del self._turns[tenant], self._deficits[tenant]
 
     def _level(self, entry: QueueEntry[Item], now_s: float) -> int:
-        lifted = int((now_s - entry.arrived_s) / self._aging_s) if self._aging_s > 0.0 else 0
-        return entry.priority + lifted
+        aged = int((now_s - entry.arrived_s) / self._aging_s) if self._aging_s > 0.0 else 0
+        return entry.priority + aged
 
-    def _by_turns(self, entries: list[QueueEntry[Item]]) -> QueueEntry[Item]:
-        """Whose turn it is by deficit round robin: rounds in which no tenant could be served are taken all at once."""
+    def _round_robin(self, entries: list[QueueEntry[Item]]) -> QueueEntry[Item]:
+        """The next entry by deficit round robin. Rounds that serve no tenant are skipped in one step."""
         firsts: dict[str, QueueEntry[Item]] = {}
         for entry in sorted(entries, key=lambda entry: (-entry.priority, entry.number)):
             firsts.setdefault(entry.tenant, entry)
@@ -177,5 +188,5 @@ class WaitingQueue(Generic[Item]):
         return QUANTUM_TOKENS * self._weights.get(tenant, 1.0)
 
     def _rounds(self, tenant: str, tokens: float) -> int:
-        """How many rounds pass before the tenant can be served."""
+        """Rounds until the tenant's deficit covers `tokens`."""
         return max(math.ceil((tokens - self._deficits[tenant]) / self._quantum(tenant)), 0)
