@@ -106,10 +106,10 @@ def test_a_drain_lets_answers_end(mock_server):
     [
         (["--policy", "nearest"], "--policy is 'nearest'; choose from predicted_ttft"),
         (["--worker-urls", "http://a:1", "http://a:1/"], "http://a:1 is named twice"),
-        (["--worker-urls", "ftp://a"], "is no worker"),
+        (["--worker-urls", "ftp://a"], "is not a worker"),
         (["--port", "many"], "--port: 'many' is not a whole number"),
         (["--max-retries", "-1"], "--max-retries is -1; it must be at least 0"),
-        (["--tls-cert-path", "x"], "belong together"),
+        (["--tls-cert-path", "x"], "need each other"),
         (["--tls-cert-path", "/no", "--tls-key-path", "/no"], "cannot be used"),
         (["--tenant-weights", "gold"], "takes name=weight"),
         (["--worker-dns", "host"], "give host:port"),

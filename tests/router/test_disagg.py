@@ -302,5 +302,5 @@ def test_batches(fields, prompts):
 
 
 def test_an_unknown_role_is_refused():
-    with pytest.raises(ConfigError, match="is no role"):
+    with pytest.raises(ConfigError, match="unknown worker role"):
         Workers.add(None, "http://a:1", "static", "both")

@@ -1,4 +1,4 @@
-"""The paths that the router answers itself: probes, models, workers, metrics, and levers that go to all workers."""
+"""The routes that the router serves itself: probes, models, workers, metrics, its page, and requests to all workers."""
 
 import asyncio
 import hmac
@@ -31,14 +31,14 @@ Answer = tuple[int, Any]
 
 
 def check_key(request: ClientRequest, key: str) -> None:
-    """Raise RouterError (401) unless the request brings `key`; with none wanted, any will do."""
+    """Raise RouterError (401) unless the request carries `key`; no effect if `key` is empty."""
     scheme, _, given = request.get(b"authorization").partition(b" ")
     if key and not (scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())):
         raise RouterError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
 
 class Control:
-    """Finds and answers what is not for a worker. See docs/router.md for the paths."""
+    """Answers the requests that are for the router itself. docs/router.md lists the paths."""
 
     def __init__(self, router: Dispatcher) -> None:
         self._router = router
@@ -50,7 +50,7 @@ class Control:
         return path in OWN_PATHS or path.startswith(("/workers/", "/v1/models/")) or _is_page(request)
 
     def answer(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
-        """Answer it. Raises TokenyardError for what is wrong with it."""
+        """Answer it. Raises TokenyardError for an invalid request."""
         router, path = self._router, request.path
         if path == "/metrics":
             text = router.metrics.exposition(
@@ -76,7 +76,7 @@ class Control:
         return None
 
     def _probe(self, front: ClientConnection, path: str) -> None:
-        """/health is alive; /ready says whether requests are welcome."""
+        """/health always succeeds; /ready fails while the router drains or has no healthy worker."""
         if path in ("/ready", "/readiness"):
             router = self._router
             why = "draining" if router.draining else "" if any(w.healthy for w in router.workers) else "no worker"
@@ -101,7 +101,7 @@ class Control:
         return 200, cards[name]
 
     def _models(self) -> dict[str, dict[str, Any]]:
-        """The cards of all models that healthy workers serve, by name."""
+        """The model cards of all healthy workers, by name."""
         cards: dict[str, dict[str, Any]] = {}
         for worker in self._router.workers:
             for card in worker.cards if worker.healthy else ():
@@ -115,7 +115,7 @@ class Control:
         if path in ("/server_info", "/get_server_info"):
             return 200, {"version": __version__, "policy": router.policy.name, "workers": len(router.workers)}
         if request.method != b"GET" and router.settings.processes > 1:
-            what = "this router has several processes, of which only one would hear; use --worker-file"
+            what = "the router runs several processes and a request reaches only one of them; use --worker-file"
             raise RouterError(409, what, code="several_processes")
         if path == "/workers":
             return self._workers(request)
@@ -124,7 +124,7 @@ class Control:
             name, verb = unquote(path.removeprefix("/workers/")), ""
         worker = router.workers.find(name)
         if worker is None:
-            raise RouterError(404, "there is no such worker; GET /workers lists them", code="no_such_worker")
+            raise RouterError(404, "unknown worker; GET /workers lists the workers", code="no_such_worker")
         return self._worker(request, worker, verb)
 
     def _workers(self, request: ClientRequest) -> Answer:
@@ -144,12 +144,12 @@ class Control:
         try:
             worker = router.add_worker(url, "api", role)
         except ConfigError as error:
-            there = "is there already" in error.message
-            raise RouterError(409 if there else 400, error.message, code="worker_refused", param="url") from None
+            exists = "already exists" in error.message
+            raise RouterError(409 if exists else 400, error.message, code="worker_refused", param="url") from None
         return 202, _describe(worker)
 
     def _worker(self, request: ClientRequest, worker: Worker, verb: str) -> Answer:
-        """One worker: GET tells of it, DELETE takes it out, POST drain and resume stop and start its new requests."""
+        """One worker: GET describes it, DELETE removes it, POST drain and resume stop and start new requests to it."""
         router, method = self._router, request.method
         if verb and method == b"POST":
             worker.draining = verb == "drain"
@@ -161,7 +161,7 @@ class Control:
         return 200, _describe(worker)
 
     async def _fan_out(self, request: ClientRequest) -> Answer:
-        """Ask all workers the same; 200 if all of them did it."""
+        """Send the request to all healthy workers; 200 if all of them succeed, else 502."""
         router = self._router
 
         async def one(worker: Worker) -> dict[str, Any]:
@@ -176,13 +176,13 @@ class Control:
                 router.workers.flushed(worker)
             return {"worker": worker.name, "status": status}
 
-        told = await asyncio.gather(*(one(worker) for worker in router.workers if worker.healthy))
-        good = all(row["status"] is not None and row["status"] < 300 for row in told)
-        return 200 if good else 502, {"success": good, "workers": told}
+        replies = await asyncio.gather(*(one(worker) for worker in router.workers if worker.healthy))
+        good = all(row["status"] is not None and row["status"] < 300 for row in replies)
+        return 200 if good else 502, {"success": good, "workers": replies}
 
 
 class _Task(ClientHandler):
-    """An answer that takes time."""
+    """A response that is awaited."""
 
     def __init__(self, front: ClientConnection, making: Awaitable[Answer]) -> None:
         self._task = asyncio.ensure_future(self._run(front, making))

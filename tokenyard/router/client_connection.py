@@ -1,4 +1,4 @@
-"""Connections from clients: a raw protocol that reads whole requests and writes answers as they come."""
+"""Connections from clients: an asyncio protocol that reads whole requests and streams responses."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ MAX_HEAD_BYTES = 65536
 MAX_HEADERS = 200
 MAX_WAITING = 8
 LINGER_S = 2.0
-"""How long a client that was refused may go on sending: most read an answer only once they have sent everything."""
+"""How long to wait before closing on a refused client: most clients read a response only after sending everything."""
 
 WRITE_HIGH_WATER = 1 << 18
 JSON_TYPE = (b"content-type", b"application/json")
@@ -29,7 +29,18 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(slots=True)
 class ClientRequest:
-    """A request as it came, body and all. target: path and query, raw. headers: lower-case names."""
+    """A whole request.
+
+    method: as received, such as b"POST".
+    target: path and query, not decoded.
+    headers: lower-case names and values, in order.
+    keep_alive: whether the client accepts another response on this connection.
+    http10: whether the client speaks HTTP/1.0.
+    body: not decoded.
+    path: the decoded path, without the query.
+    request_id: value of x-request-id, the client's or the router's.
+    named: the first value of each header.
+    """
 
     method: bytes
     target: bytes
@@ -46,26 +57,26 @@ class ClientRequest:
         self.named = dict(reversed(self.headers))
 
     def get(self, name: bytes) -> bytes:
-        """The value of a header, the first one if there are several; b"" if there is none."""
+        """The first value of a header; b"" if absent."""
         return self.named.get(name, b"")
 
 
 class ClientHandler(Protocol):
-    """Whatever answers a request."""
+    """What answers a request."""
 
     def client_gone(self) -> None:
         """The client has disconnected."""
 
     def pause(self) -> None:
-        """The client reads slower than it is written to."""
+        """The client reads more slowly than the response arrives: stop writing."""
 
     def resume(self) -> None:
-        """It has caught up."""
+        """The client has caught up: continue writing."""
 
 
 @dataclass(slots=True)
 class _Reading:
-    """A request of which not all has come."""
+    """A request that has not arrived completely."""
 
     url: bytes = b""
     headers: Headers = field(default_factory=list)
@@ -80,10 +91,10 @@ Handler = Callable[["ClientConnection", ClientRequest], ClientHandler | None]
 
 
 class ClientConnection(asyncio.Protocol):
-    """A client's connection. `handler` is called with each whole request, one after the other, and answers with
-    `begin`, `write` and `end`, or with `answer` all at once.
+    """A client's connection. `handler` is called with one whole request at a time, and responds with `begin`, `write`
+    and `end`, or with `answer`.
 
-    `progress` counts what came in, so that a sweep over connections can see which are stalled.
+    `progress` changes when data arrives or the client reads again, so that `check_time` can detect stalled connections.
     """
 
     def __init__(self, handler: Handler, connections: "set[ClientConnection]", max_body_bytes: int) -> None:
@@ -95,12 +106,12 @@ class ClientConnection(asyncio.Protocol):
         self.current: ClientRequest | None = None
         self.job: ClientHandler | None = None
         self.progress = 0
-        self._seen, self._still_since_s = -1, 0.0
+        self._seen, self._stalled_since_s = -1, 0.0
         self.paused = False
         self.transport = cast(asyncio.Transport, None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Write small pieces at once: a stream's first token must not wait for an acknowledgement."""
+        """Disable Nagle's algorithm: the first token of a stream must not wait for an acknowledgement."""
         self.transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
         raw = transport.get_extra_info("socket")
@@ -109,7 +120,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.set_write_buffer_limits(WRITE_HIGH_WATER)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone."""
+        """The client has disconnected."""
         self._connections.discard(self)
         self._waiting.clear()
         job, self.job, self._closing = self.job, None, True
@@ -117,36 +128,34 @@ class ClientConnection(asyncio.Protocol):
             job.client_gone()
 
     def eof_received(self) -> bool:
-        """A client that sends nothing more counts as gone: most that hang up show only so, and answers cost much."""
+        """Treat the end of a client's input as a disconnect: most clients that hang up show nothing else."""
         return False
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is written to."""
+        """The write buffer is full."""
         self.paused = True
         if self.job is not None:
             self.job.pause()
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """The write buffer has drained."""
         self.paused = False
         self.progress += 1
         if self.job is not None:
             self.job.resume()
 
-    def check_time(self, now_s: float, most_s: float) -> None:
-        """Hang up on a client that neither sends the rest of its request nor reads its answer, and on one that asks
-        nothing more.
-        """
+    def check_time(self, now_s: float, timeout_s: float) -> None:
+        """Close a connection that has been idle, or stalled in its request or its response, for `timeout_s`."""
         if self.progress != self._seen or (self.current is not None and not self.paused):
-            self._seen, self._still_since_s = self.progress, now_s
-        elif now_s - self._still_since_s > most_s:
+            self._seen, self._stalled_since_s = self.progress, now_s
+        elif now_s - self._stalled_since_s > timeout_s:
             if self._reading is not None and self.current is None:
-                self.refuse(RouterError(408, "the request did not come to an end in time", code="request_timeout"))
+                self.refuse(RouterError(408, "the request did not arrive in time", code="request_timeout"))
             else:
                 self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what has come."""
+        """Parse received bytes."""
         if self._closing:
             return
         self.progress += 1
@@ -163,24 +172,24 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             cause = error.__context__
             if not isinstance(cause, TokenyardError):
-                cause = RouterError(400, "this is no HTTP request", code="bad_http")
+                cause = RouterError(400, "invalid HTTP request", code="bad_http")
             self.refuse(cause)
         except TokenyardError as error:
             self.refuse(error)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Parser callback: a request begins."""
         self._reading = _Reading()
 
     def on_url(self, url: bytes) -> None:
-        """A part of the address."""
+        """Parser callback: a part of the request target. Raises RouterError (414) if it is too long."""
         assert self._reading is not None
         self._reading.url += url
         if len(self._reading.url) > MAX_HEAD_BYTES:
             raise RouterError(414, "the address is too long", code="uri_too_long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
+        """Parser callback: one header. Raises RouterError (431) if the head is too long."""
         reading = self._reading
         assert reading is not None
         reading.headers.append((name.lower(), value))
@@ -189,7 +198,7 @@ class ClientConnection(asyncio.Protocol):
             raise self._long_head()
 
     def on_headers_complete(self) -> None:
-        """All headers are there: see what is coming."""
+        """Parser callback: the head is complete. Raises RouterError for a head that is refused."""
         reading = self._reading
         assert reading is not None
         reading.in_body = True
@@ -200,16 +209,16 @@ class ClientConnection(asyncio.Protocol):
                 self._about_body(name, value)
 
     def _about_body(self, name: bytes, value: bytes) -> None:
-        """A header that says what body is coming."""
+        """Check a header that describes the body."""
         if name == b"content-length" and int(value) > self._max_body:
             raise self._too_large()
         if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
-            raise RouterError(415, "the body is compressed; send it as it is", code="unsupported_encoding")
+            raise RouterError(415, "the body is compressed; send it uncompressed", code="unsupported_encoding")
         if name == b"expect" and value.lower() == b"100-continue" and self.current is None:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Parser callback: a part of the body. Raises RouterError (413) if it is too large."""
         reading = self._reading
         assert reading is not None
         reading.body_bytes += len(body)
@@ -218,13 +227,13 @@ class ClientConnection(asyncio.Protocol):
         reading.parts.append(body)
 
     def on_message_complete(self) -> None:
-        """A request is all here."""
+        """Parser callback: the request is complete."""
         reading, version = self._reading, self._parser.get_http_version()
         assert reading is not None
         if self._parser.should_upgrade():
             return
         if version not in ("1.0", "1.1"):
-            raise RouterError(505, "this server speaks HTTP/1.1", code="bad_http")
+            raise RouterError(505, "unsupported HTTP version; use HTTP/1.1", code="bad_http")
         self._reading = None
         method, http10 = self._parser.get_method(), version == "1.0"
         parts = reading.parts
@@ -244,13 +253,14 @@ class ClientConnection(asyncio.Protocol):
         self._start(request)
 
     def _stay(self, rest: bytes) -> None:
-        """The client offers another protocol, and the parser takes what follows for that. Read it as HTTP/1.1 again, as
-        if nothing had been offered (RFC 9110, 7.8); Java's client offers HTTP/2 with every first request.
+        """Ignore an offer of another protocol (RFC 9110, 7.8): parse the request again without its Upgrade header.
+
+        The parser stops at an upgrade. Java's client offers HTTP/2 with its first request.
         """
         reading, method = self._reading, self._parser.get_method()
         assert reading is not None
         if method == b"CONNECT":
-            self.refuse(RouterError(405, "this server is no tunnel", code="method_not_allowed"))
+            self.refuse(RouterError(405, "CONNECT is not supported", code="method_not_allowed"))
             return
         self._parser = httptools.HttpRequestParser(self)
         kept = [header for header in reading.headers if header[0] not in (b"upgrade", b"connection", b"http2-settings")]
@@ -272,7 +282,7 @@ class ClientConnection(asyncio.Protocol):
             self.job = job
 
     def begin(self, first_line: bytes, headers: Headers, more: bytes = b"") -> None:
-        """Send the head of an answer, and `more` behind it."""
+        """Send the head of a response, followed by `more`."""
         request = self.current
         if request is None:
             return
@@ -289,7 +299,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.write(data)
 
     def end(self, *, keep: bool = True) -> None:
-        """The answer is complete; without `keep` the connection ends with it."""
+        """The response is complete. The connection is closed if `keep` is False."""
         request, self.current, self.job = self.current, None, None
         if request is None:
             return
@@ -307,7 +317,7 @@ class ClientConnection(asyncio.Protocol):
             self._start(request)
 
     def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
-        """Send a whole answer of ours."""
+        """Send a whole response of the router."""
         if self.current is None:
             return
         empty = self.current.method == b"HEAD"
@@ -321,7 +331,7 @@ class ClientConnection(asyncio.Protocol):
         self.answer(status, error_body(error), [JSON_TYPE, *error_headers(status)])
 
     def refuse(self, error: TokenyardError) -> None:
-        """Answer what is no request, or too much of one, and hang up, after the answer that is under way if one is."""
+        """Refuse an invalid request and close the connection, after the current response if there is one."""
         self._closing, self._reading = True, None
         self._waiting.clear()
         if self.current is not None:

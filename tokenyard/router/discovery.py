@@ -1,4 +1,4 @@
-"""Where workers come from while the router runs: a file, a name in DNS, or pods of Kubernetes."""
+"""Discovery of workers at run time: a file, a DNS name, or Kubernetes pods."""
 
 import asyncio
 import logging
@@ -24,9 +24,8 @@ log = logging.getLogger(__name__)
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 KUBERNETES_TIMEOUT_S = 10.0
 
-
 ROLE_LABEL = "llm-d.ai/role"
-"""What pods are told apart by that only prefill or only decode, as in llm-d."""
+"""Label of pods that only prefill or only decode, as in llm-d."""
 
 DiscoveredWorker = tuple[str, str]
 """A worker's URL and its role (see `workers.Worker`)."""
@@ -34,49 +33,53 @@ DiscoveredWorker = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class DiscoverySource:
-    """A way to find workers: `discover` gives them, or raises OSError or ValueError, which changes nothing."""
+    """A source of workers.
+
+    name: recorded as `Worker.source`.
+    discover: returns all current workers. If it raises OSError, ValueError or ClientError, no worker changes.
+    """
 
     name: str
     discover: Callable[[], Coroutine[Any, Any, list[DiscoveredWorker]]]
 
 
 class Discovery:
-    """Keeps the workers of one source as that source has them now. Workers that others named are not touched."""
+    """Keeps the router's workers of one source up to date. Workers of other sources are not changed."""
 
     def __init__(self, router: Dispatcher, source: DiscoverySource) -> None:
         self._router, self._source = router, source
 
     async def run(self) -> None:
-        """Look again and again."""
+        """Poll the source every `discovery_interval_secs`, until cancelled."""
         while True:
             try:
                 self.apply(await self._source.discover())
             except (OSError, ValueError, aiohttp.ClientError) as error:
-                log.warning("workers by %s: %s", self._source.name, error)
+                log.warning("discovery by %s: %s", self._source.name, error)
             await asyncio.sleep(self._router.settings.discovery_interval_secs)
 
     def apply(self, found: list[DiscoveredWorker]) -> None:
-        """These are all workers of the source now."""
+        """Add and remove workers so that those of this source are `found`."""
         wanted: dict[str, str] = {}
         for url, role in found:
             try:
                 wanted.setdefault(str(WorkerUrl.parse(url)), role)
             except ConfigError as error:
-                log.warning("workers by %s: %s", self._source.name, error.message)
+                log.warning("discovery by %s: %s", self._source.name, error.message)
         for worker in self._router.workers:
             if worker.source == self._source.name and str(worker.url) not in wanted:
-                log.info("worker %s (%s) has gone", worker.name, worker.url)
+                log.info("worker %s (%s) is no longer listed; removing it", worker.name, worker.url)
                 self._router.remove_worker(worker)
         for url, role in wanted.items():
             if self._router.workers.find(url) is None:
                 try:
                     self._router.add_worker(url, self._source.name, role)
                 except ConfigError as error:
-                    log.warning("workers by %s: %s", self._source.name, error.message)
+                    log.warning("discovery by %s: %s", self._source.name, error.message)
 
 
 def sources(settings: RouterSettings) -> list[DiscoverySource]:
-    """The sources that the settings name. Raises ConfigError for one that cannot be."""
+    """The sources in the settings. Raises ConfigError for an invalid one."""
     found = []
     if settings.worker_file:
         found.append(DiscoverySource("file", lambda: read_file(Path(settings.worker_file))))
@@ -91,7 +94,7 @@ def sources(settings: RouterSettings) -> list[DiscoverySource]:
 
 
 async def read_file(path: Path) -> list[DiscoveredWorker]:
-    """One URL a line, with a role behind it where there is one; empty lines and what follows # are left out."""
+    """One URL per line, optionally followed by a role. Empty lines and text after # are ignored."""
     lines = [line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
     return [(words[0], " ".join(words[1:])) for words in lines if words]
 
@@ -104,10 +107,10 @@ async def resolve(host: str, port: int) -> list[DiscoveredWorker]:
 
 
 async def pods(settings: RouterSettings) -> list[DiscoveredWorker]:
-    """The ready pods that the selector matches, asked of the cluster that the router runs in."""
+    """The ready pods that the selector matches, in the cluster that the router runs in. Raises OSError outside one."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise OSError("this is no pod of Kubernetes: KUBERNETES_SERVICE_HOST is not set")
+        raise OSError("KUBERNETES_SERVICE_HOST is not set; --worker-selector works only inside a Kubernetes pod")
     namespace = settings.worker_namespace or (SERVICE_ACCOUNT / "namespace").read_text().strip()
     context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt"))
     headers = {"Authorization": f"Bearer {(SERVICE_ACCOUNT / 'token').read_text().strip()}"}
@@ -121,7 +124,7 @@ async def pods(settings: RouterSettings) -> list[DiscoveredWorker]:
 
 
 def ready_pods(listed: dict[str, Any], port: int) -> list[DiscoveredWorker]:
-    """The pods in a PodList that are ready and not about to go."""
+    """The pods of a PodList that are ready and not terminating."""
     found = []
     for pod in listed.get("items", []):
         status = pod.get("status", {})

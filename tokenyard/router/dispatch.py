@@ -1,4 +1,4 @@
-"""What all requests of a router share: workers, index, policy, counters and the queue. It knows no connections."""
+"""The state that all requests of a router share: workers, index, policies, counters and the queue."""
 
 import asyncio
 import heapq
@@ -27,8 +27,12 @@ RATIO_STEP = 0.02
 
 
 class PendingRequest(Protocol):
-    """A request under way, as the dispatcher sees it. matched: how much of its prompt each target should hold.
-    features: what the last policy that ranked targets for it was told.
+    """An open request as the dispatcher sees it.
+
+    parsed: what the router read from its body.
+    features: its features at the last ranking; None before.
+    matched: prompt tokens that each target should have cached.
+    waiting: its entry in the queue; None if it does not wait.
     """
 
     parsed: ParsedRequest
@@ -38,23 +42,23 @@ class PendingRequest(Protocol):
 
     @property
     def expires_s(self) -> float:
-        """Until when it may wait."""
+        """When it leaves the queue with an error, in seconds of the loop's clock."""
         ...
 
     def fits(self) -> bool:
-        """Whether a target would have room for it now."""
+        """Whether a target has capacity for it now."""
         ...
 
     def dequeued(self) -> None:
-        """Room has appeared."""
+        """It left the queue: send it."""
         ...
 
     def abort(self, error: TokenyardError) -> None:
-        """End it with `error`, whatever is under way."""
+        """End it with `error` in any state."""
         ...
 
     def check_time(self, now_s: float) -> None:
-        """End it, or try elsewhere, if it has stood still too long."""
+        """End it, or retry it on another target, if it has been stalled for too long."""
         ...
 
 
@@ -63,9 +67,9 @@ def _fits(request: PendingRequest) -> bool:
 
 
 class Dispatcher:
-    """Ranks targets for requests, lets those wait that find no room, and learns from what becomes of them.
+    """Ranks targets for requests, queues requests without a target, and learns from responses.
 
-    exchanges: all requests that are not over. Lives in one event loop.
+    exchanges: all open requests. Used from one event loop.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -105,26 +109,27 @@ class Dispatcher:
         self.now = self._loop.time
 
     def add_worker(self, url: str, source: str, role: str = "") -> Worker:
-        """A new worker, which gets requests once it is healthy. Raises ConfigError for a wrong or known URL, and for an
-        unknown role.
+        """Add a worker. It gets requests once it is healthy.
+
+        Raises ConfigError for an invalid or duplicate URL and for an unknown role.
         """
         worker = self.workers.add(url, source, role)
         self.health.watch(worker)
         return worker
 
     def remove_worker(self, worker: Worker) -> None:
-        """It gets no new requests; those that it has go on."""
+        """Remove a worker. Its open requests continue."""
         self.health.leave(worker)
         self.workers.remove(worker)
 
     def arrived(self, request: PendingRequest) -> None:
-        """A request for the workers has come."""
+        """A request for the workers has arrived."""
         self.metrics.requests += 1
         self._retry_tokens = min(self._retry_tokens + self.settings.retry_share, MAX_RETRY_TOKENS)
         self.exchanges.add(request)
 
     def rank(self, request: PendingRequest, targets: list[Target], policy: RoutePolicy) -> Ranking:
-        """The policy's ranking of `targets`; notes on the request how much of its prompt each should hold."""
+        """The policy's ranking of `targets`. Sets `request.matched` and `request.features`."""
         parsed, states = request.parsed, [target.state for target in targets]
         prompt, matched = parsed.prompt, []
         if self._prefilling:
@@ -137,7 +142,7 @@ class Dispatcher:
         return policy.rank(request.features, states)
 
     def prefills(self, sent: DispatchedRequest) -> None:
-        """The first token of this answer will not be seen: take its prompt for computed when that is expected."""
+        """Schedule `sent.prefilled` at its predicted time: without streaming, the first token cannot be observed."""
         heapq.heappush(self._prefilling, (self.now() + sent.expected_s(), next(self._order), sent))
 
     def _expire_prefills(self) -> None:
@@ -148,8 +153,9 @@ class Dispatcher:
     def sent(
         self, request: PendingRequest, target: Target, reason: str, policy: RoutePolicy, *, prefills: bool = True
     ) -> DispatchedRequest:
-        """Count a request that goes to `target` now by `policy`, before it is on its way. Without `prefills` another
-        target computes its prompt.
+        """Count a request at `target`, before it is sent.
+
+        `prefills`: False if another target computes the prompt.
         """
         parsed, state, digests = request.parsed, target.state, request.parsed.prompt.digests
         self.metrics.reasons[reason] += 1
@@ -163,14 +169,14 @@ class Dispatcher:
         return DispatchedRequest(state, parsed.tokens, request.matched.get(target, 0), self.now(), prefills=prefills)
 
     def may_retry(self) -> bool:
-        """Whether the retry budget holds another try; takes it if so."""
+        """Take one retry from the budget; False if it is used up."""
         if self._retry_tokens < 1.0:
             return False
         self._retry_tokens -= 1.0
         return True
 
     def answered(self, target: Target, status: int) -> None:
-        """The worker has begun to answer."""
+        """The worker has begun to respond."""
         self.metrics.statuses[status] += 1
         if status < 500:
             target.breaker.succeeded()
@@ -178,18 +184,18 @@ class Dispatcher:
             self._worker_failed(target)
 
     def refused(self, target: Target, status: int) -> None:
-        """The worker has answered with an error that another one may not have."""
+        """The worker responded with an error that another worker may not give."""
         self.metrics.statuses[status] += 1
         if status not in OVERLOADED:
             self._worker_failed(target)
 
     def connection_failed(self, target: Target) -> None:
-        """The connection broke before the answer was complete: the worker may have died."""
+        """The connection failed before the response was complete: the worker may have died."""
         self._worker_failed(target)
         self.health.check_now(target.worker)
 
     def unreachable(self, target: Target, *, refused: bool) -> None:
-        """There was no connecting. If that was `refused`, the worker is gone, and what it had cached with it."""
+        """No connection could be made. If it was `refused`, no process listens, and the worker's cache is lost."""
         self._worker_failed(target)
         if refused and target.worker.healthy:
             self.workers.set_healthy(target.worker, False)
@@ -203,7 +209,7 @@ class Dispatcher:
     def finished(
         self, request: PendingRequest, sent: DispatchedRequest, prompt: int | None, cached: int | None
     ) -> None:
-        """An answer went well; learn from what it says of its prompt."""
+        """A response succeeded: learn from the prompt length and the cached tokens that it reports, if any."""
         parsed = request.parsed
         if prompt and not parsed.counted and parsed.prompt.size:
             self.bytes_per_token += RATIO_STEP * (parsed.prompt.size / prompt - self.bytes_per_token)
@@ -217,7 +223,7 @@ class Dispatcher:
     # The queue.
 
     def enqueue(self, request: PendingRequest) -> None:
-        """Let a request wait for room; if the queue is full, the least urgent one is refused."""
+        """Queue a request. If the queue is full, the least urgent request is refused (429)."""
         parsed, queue = request.parsed, self.queue
         if len(queue) >= self.settings.queue_size:
             lowest = queue.lowest(self.now())
@@ -239,7 +245,7 @@ class Dispatcher:
         )
 
     def capacity_freed(self) -> None:
-        """A request has ended, or a worker has come: see what is next, after what is under way."""
+        """Capacity may have been freed: serve the queue in the next iteration of the event loop."""
         if self.queue and not self._serving:
             self._serving = True
             self._loop.call_soon(self._serve_queue)
@@ -253,19 +259,19 @@ class Dispatcher:
             entry.item.dequeued()
 
     def abort_all(self) -> None:
-        """The time is over: end whatever is open."""
+        """The grace period has ended: abort all open requests."""
         for request in list(self.exchanges):
             request.abort(RouterError(503, "the router is shutting down", code="draining"))
 
     def sweep(self) -> None:
-        """Four times a second: end what has stood still too long."""
+        """Expire queued and stalled requests. Called every `SWEEP_S`."""
         now = self.now()
         self._expire_prefills()
         for entry in self.queue.expired(now):
             late = entry.deadline_s <= now
-            code, what = ("deadline", "its deadline has passed") if late else ("queue_timeout", "no worker had room")
+            code, what = ("deadline", "its deadline passed") if late else ("queue_timeout", "no worker had capacity")
             entry.item.waiting = None
-            entry.item.abort(RouterError(503, f"the request waited here and {what}; try again later", code=code))
+            entry.item.abort(RouterError(503, f"the request was queued and {what}; try again later", code=code))
         for request in list(self.exchanges):
             request.check_time(now)
         self.capacity_freed()

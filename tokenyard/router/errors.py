@@ -1,4 +1,4 @@
-"""What clients are told when the router itself answers: the error envelope, without a word about workers."""
+"""Errors of the router itself, in the OpenAI error envelope. They do not name workers."""
 
 from http import HTTPStatus
 
@@ -17,7 +17,7 @@ _TYPES = {
 
 
 class RouterError(TokenyardError):
-    """An error that the router finds, with its own status."""
+    """An error of the router. status: its HTTP status."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
@@ -25,7 +25,7 @@ class RouterError(TokenyardError):
 
 
 def status_of(error: TokenyardError) -> int:
-    """The HTTP status of an error: its own, 400 where the request is at fault, else 500."""
+    """The HTTP status of an error: its own, 400 for an invalid request, else 500."""
     if isinstance(error, RouterError):
         return error.status
     return 400 if isinstance(error, InvalidRequestError) else 500
@@ -39,14 +39,14 @@ def error_body(error: TokenyardError) -> bytes:
 
 
 def error_headers(status: int) -> list[tuple[bytes, bytes]]:
-    """Headers that belong to an error: when to try again, how to authenticate."""
+    """Headers of an error response: Retry-After for 429 and 503, WWW-Authenticate for 401."""
     if status in (429, 503):
         return [(b"retry-after", b"%d" % RETRY_AFTER_S)]
     return [(b"www-authenticate", b"Bearer")] if status == 401 else []
 
 
 def status_line(status: int) -> bytes:
-    """The first line of an answer of ours."""
+    """The status line of a response of the router."""
     try:
         phrase = HTTPStatus(status).phrase
     except ValueError:

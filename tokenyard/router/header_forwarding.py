@@ -1,6 +1,6 @@
-"""What workers are sent of a client's request: its headers but for the connection's own, and its body with more fields.
+"""The headers and the body that a worker gets: the client's without hop-by-hop headers, plus fields of the router.
 
-Bodies are spliced, not written anew, wherever that says the same.
+Fields are spliced into the body if none of them replaces a field of the client; otherwise the body is serialized again.
 """
 
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ RANK_HEADER = b"x-data-parallel-rank"
 
 
 class HeaderForwarding:
-    """Which of a client's headers go to workers, and what is added to them."""
+    """Selects the client headers that go to workers, and adds the router's."""
 
     def __init__(self, router_id: bytes, added: Headers, *, own_key: bool) -> None:
-        """`added` go with every request. With `own_key` the client's key is the router's business."""
+        """`added`: headers for every request. `own_key`: do not forward the client's Authorization header."""
         self._id, self._added = router_id, added
         own = {ROUTE_HEADER, b"x-request-id", RANK_HEADER, DEBUG_HEADER}
         self._skip = own | HOP_BY_HOP | ({b"authorization"} if own_key else set())
 
     def headers(self, request: ClientRequest) -> Headers:
-        """What a worker is sent, with the name of every router on the request's way."""
+        """The headers for a worker, with the ids of all routers that the request passed."""
         skip, connection = self._skip, request.get(b"connection")
         if connection and connection.lower() not in (b"keep-alive", b"close"):
             skip = skip.union(connection.lower().replace(b" ", b"").split(b","))
@@ -39,8 +39,9 @@ class HeaderForwarding:
 
 
 def with_fields(body: bytes, extra: dict[str, Any], fields: Mapping[str, Any]) -> bytes:
-    """`body`, which holds `fields`, with `extra` in place of fields of the same names. Raises InvalidRequestError for
-    what is no JSON object.
+    """`body`, whose parsed form is `fields`, with the fields of `extra` added or replaced.
+
+    Raises InvalidRequestError if the body is not a JSON object.
     """
     if fields.keys().isdisjoint(extra):
         return splice(body, extra)
@@ -48,7 +49,7 @@ def with_fields(body: bytes, extra: dict[str, Any], fields: Mapping[str, Any]) -
 
 
 def splice(body: bytes, fields: dict[str, Any]) -> bytes:
-    """A JSON object with `fields` in front. Raises InvalidRequestError for what is none."""
+    """Insert `fields` at the start of a JSON object. Raises InvalidRequestError if `body` is not an object."""
     begin = body.find(b"{")
     if begin < 0:
         raise InvalidRequestError("the body must be a JSON object", code="invalid_json")

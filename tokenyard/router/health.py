@@ -1,4 +1,4 @@
-"""Looks at workers: whether they answer, what they serve, how many ranks they have, whether they have started anew."""
+"""Health checks: whether workers respond, which models and ranks they have, and whether they have restarted."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tokenyard.router.workers import Worker, Workers
 log = logging.getLogger(__name__)
 
 FIRST_CHECK_S = 0.5
-"""Between two looks at a worker that is not there yet, or has just failed."""
+"""Maximum seconds between two checks of a worker that has not started yet or has just failed a check."""
 
 MAX_RESPONSE_BYTES = 8 << 20
 MAX_MODELS = 1000
@@ -24,7 +24,7 @@ INFO_PATHS = ("/server_info", "/get_server_info")
 
 
 class _BufferedReader(ResponseReader):
-    """Reads an answer in one piece."""
+    """Reads a whole response."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -60,7 +60,7 @@ async def ask(
     body: bytes = b"",
     headers: list[tuple[bytes, bytes]] | None = None,
 ) -> tuple[int, bytes]:
-    """The status and body that a worker answers. Raises OSError (TimeoutError too) if it does not in time."""
+    """Send one request; returns (status, body). Raises OSError, of which TimeoutError is one, if that fails."""
     target, reader = (worker.url.path + path).encode(), _BufferedReader()
     fields = [(b"connection", b"close"), *(headers or [])]
     head = request_head(method.encode(), target, worker.url.authority.encode(), fields, len(body))
@@ -76,7 +76,7 @@ async def ask(
 
 
 class HealthChecker:
-    """One task for each worker that looks at it now and then, and at once when a request has failed there."""
+    """Checks each worker in its own task, periodically and immediately after a failed request."""
 
     def __init__(self, settings: RouterSettings, workers: Workers, headers: list[tuple[bytes, bytes]]) -> None:
         self._settings, self._workers = settings, workers
@@ -85,25 +85,25 @@ class HealthChecker:
         self._wake: dict[Worker, asyncio.Event] = {}
 
     def watch(self, worker: Worker) -> None:
-        """Begin to look at a worker."""
+        """Start checking a worker."""
         self._wake[worker] = asyncio.Event()
         self._tasks[worker] = asyncio.get_running_loop().create_task(self._follow(worker))
 
     def leave(self, worker: Worker) -> None:
-        """Look at it no more."""
+        """Stop checking a worker."""
         self._wake.pop(worker, None)
         task = self._tasks.pop(worker, None)
         if task is not None:
             task.cancel()
 
     def check_now(self, worker: Worker) -> None:
-        """A request has failed there: do not wait for the next look."""
+        """A request has failed at the worker: check it now."""
         event = self._wake.get(worker)
         if event is not None:
             event.set()
 
     async def close(self) -> None:
-        """End all looking."""
+        """Stop all checks."""
         for worker in list(self._tasks):
             self.leave(worker)
 
@@ -113,8 +113,8 @@ class HealthChecker:
             try:
                 wrong = await self._check_worker(worker)
             except Exception:
-                log.exception("looking at %s failed", worker.name)
-                wrong = "looking at it failed"
+                log.exception("health check of worker %s failed", worker.name)
+                wrong = "the health check failed with an internal error"
             good, bad = (0, bad + 1) if wrong else (good + 1, 0)
             self._update_health(worker, good, bad, wrong)
             await self._pause(worker, fast=worker.healthy is not True or bad > 0)
@@ -129,7 +129,7 @@ class HealthChecker:
             log.warning("worker %s (%s) is unhealthy: %s", worker.name, worker.url, wrong)
             self._workers.set_healthy(worker, False)
         elif bad == settings.health_failure_threshold and worker.healthy is None:
-            log.warning("worker %s (%s) is not there yet: %s", worker.name, worker.url, wrong)
+            log.warning("worker %s (%s) does not respond yet: %s", worker.name, worker.url, wrong)
 
     async def _pause(self, worker: Worker, *, fast: bool) -> None:
         most_s = self._settings.health_check_interval_secs
@@ -139,33 +139,33 @@ class HealthChecker:
         event.clear()
 
     async def _check_worker(self, worker: Worker) -> str:
-        """What is wrong with the worker, "" if it answers well; learns on the way what it serves."""
+        """Why the worker is unhealthy, "" if it is healthy. Updates its models, ranks and identity."""
         path = self._settings.health_check_endpoint
         try:
             status, _ = await self._ask(worker, path)
         except ConnectionRefusedError:
-            # No process listens: whatever comes back there has an empty cache.
+            # No process listens: the next one starts with an empty cache.
             if worker.healthy:
                 self._workers.set_healthy(worker, False)
                 self._workers.restarted(worker)
-            return "nothing listens there"
+            return "connection refused"
         except OSError as error:
             return _reason(error)
         if status not in (200, 404):
             return f"{path} answers {status}"
         if status == 404 and worker.models and worker.open_requests:
-            # A server without this path, such as llama-cpp-python's, which may break off an answer to tell its models.
+            # Servers without this path, such as llama-cpp-python's, may abort a running response to list their models.
             return ""
         try:
-            tells_models = await self._learn(worker)
+            lists_models = await self._learn(worker)
         except OSError as error:
             return _reason(error)
         if worker.closed:
             return "it was removed"
-        return "" if status == 200 or tells_models else f"it has neither {path} nor a list of models"
+        return "" if status == 200 or lists_models else f"it has neither {path} nor /v1/models"
 
     async def _learn(self, worker: Worker) -> bool:
-        """Models, ranks and identity of a worker, as far as it tells them; returns whether it tells its models."""
+        """Read models, ranks and identity of a worker; returns whether it lists its models."""
         status, body = await self._ask(worker, "/v1/models")
         cards = _object(body).get("data") if status == 200 else None
         if isinstance(cards, list):
@@ -183,11 +183,11 @@ class HealthChecker:
 
 
 def _reason(error: OSError) -> str:
-    return "it does not answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    return "the health check timed out" if isinstance(error, TimeoutError) else error.strerror or str(error)
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`, empty for anything else."""
+    """The JSON object in `body`; empty if it is not one."""
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError:

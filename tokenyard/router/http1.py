@@ -1,7 +1,7 @@
-"""HTTP/1.1 as workers speak it: response heads and bodies, parsed strictly, and the heads of requests to them.
+"""HTTP/1.1 towards workers: strict parsers of response heads and bodies, and request heads.
 
-Only framing is parsed. What a worker may not do (two lengths, a length and chunks, junk after the end) is an error, so
-that no worker can put words into another answer.
+Only framing is parsed. Ambiguous framing (two lengths, a length and chunks, bytes after the end) is an error, so that a
+worker cannot smuggle data into another response.
 """
 
 import re
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 MAX_HEAD_BYTES = 65536
 MAX_HELD_BYTES = 1 << 20
-"""Chunks up to here are passed on whole, so that a stream that breaks off breaks off between two chunks."""
+"""Chunks up to this size are forwarded whole, so that a stream that fails ends between two chunks."""
 
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding "
     b"upgrade expect content-length host http2-settings".split()
 )
-"""Headers of a request that are this connection's own business (RFC 9110, 7.6.1), and those that are written anew."""
+"""Hop-by-hop headers of a request (RFC 9110, 7.6.1), and those that the router writes itself."""
 
 LAST_CHUNK = b"0\r\n\r\n"
 
@@ -30,15 +30,19 @@ _OWN_RESPONSE_HEADERS = frozenset(b"connection keep-alive proxy-connection te tr
 
 
 class WireError(Exception):
-    """The worker does not speak HTTP as it must; the text says how."""
+    """The worker violates HTTP/1.1; the message says how."""
 
 
 @dataclass(slots=True)
 class ResponseHead:
     """The head of a response.
 
-    headers: lower-case names and values as they came. length: of the body, None if it is not known before its end.
-    chunked: whether the body comes in chunks. keep_alive: whether the connection can take another request after it.
+    status: HTTP status.
+    reason: reason phrase.
+    headers: lower-case names and values, in order, without those of the connection.
+    length: of the body in bytes; None if unknown.
+    chunked: whether the body is chunked.
+    keep_alive: whether the connection can be reused after it.
     """
 
     status: int
@@ -49,30 +53,30 @@ class ResponseHead:
     keep_alive: bool
 
     def get(self, name: bytes) -> bytes:
-        """The value of a header, b"" if there is none."""
+        """The first value of a header; b"" if absent."""
         return next((value for known, value in self.headers if known == name), b"")
 
 
 def parse_head(data: bytes) -> ResponseHead:
-    """The head in `data`, which ends before the empty line. Raises WireError for what is no head of HTTP/1."""
+    """Parse a response head, without the empty line. Raises WireError if it is invalid."""
     first, *lines = data.split(b"\r\n")
     match = _STATUS.match(first)
     if match is None:
-        raise WireError("the worker's answer does not begin as HTTP/1 does")
+        raise WireError("the worker's response has an invalid status line")
     headers, length, chunked = [], None, False
     keep_alive = match[1] == b"1"
     for line in lines:
         name, colon, value = line.partition(b":")
         name, value = name.lower(), value.strip(b" \t")
         if not colon or not _NAME.match(name) or _BAD_VALUE.search(value):
-            raise WireError("the worker's answer has a header that is none")
+            raise WireError("the worker's response has an invalid header")
         if name == b"content-length":
             if not _LENGTH.match(value) or length not in (None, int(value)):
-                raise WireError("the worker's answer has a wrong Content-Length")
+                raise WireError("the worker's response has an invalid Content-Length")
             length = int(value)
         elif name == b"transfer-encoding":
             if value.lower() != b"chunked" or chunked:
-                raise WireError("the worker's answer has an unknown Transfer-Encoding")
+                raise WireError("the worker's response has an unsupported Transfer-Encoding")
             chunked = True
         elif name == b"connection":
             words = value.lower()
@@ -80,17 +84,17 @@ def parse_head(data: bytes) -> ResponseHead:
         if name not in _OWN_RESPONSE_HEADERS:
             headers.append((name, value))
     if chunked and length is not None:
-        raise WireError("the worker's answer has both a Content-Length and chunks")
+        raise WireError("the worker's response has both Content-Length and Transfer-Encoding")
     return ResponseHead(int(match[2]), match[3] or b"", headers, length, chunked, keep_alive)
 
 
 def as_chunk(data: bytes) -> bytes:
-    """The chunk with `data` in it; nothing for none, as an empty chunk would be the last one."""
+    """`data` as one chunk; b"" for no data, because an empty chunk ends the body."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
 class LengthBody:
-    """A body of known length. `feed` gives what may be passed on; `done` is set at the end."""
+    """A body of known length. `feed` returns the bytes to forward; `done` is set at the end."""
 
     last = b""
 
@@ -99,11 +103,11 @@ class LengthBody:
         self.done = length == 0
 
     def feed(self, data: bytes) -> bytes:
-        """Take in bytes. Raises WireError for some beyond the end."""
+        """Consume received bytes. Raises WireError for bytes after the end."""
         self._left -= len(data)
         if self._left <= 0:
             if self._left < 0:
-                raise WireError("the worker sent more than its answer")
+                raise WireError("the worker sent bytes after the end of its response")
             self.done = True
         return data
 
@@ -113,7 +117,10 @@ class LengthBody:
 
 
 class EndlessBody:
-    """A body that ends with its connection, in chunks of ours unless `unpack`; `last` is what to send at its end."""
+    """A body that ends with its connection. It is forwarded in chunks, or as it is with `unpack`.
+
+    last: bytes to send at its end.
+    """
 
     def __init__(self, *, unpack: bool = False) -> None:
         self._unpack = unpack
@@ -121,7 +128,7 @@ class EndlessBody:
         self.done = False
 
     def feed(self, data: bytes) -> bytes:
-        """One chunk."""
+        """Consume received bytes and return them as one chunk."""
         return data if self._unpack else as_chunk(data)
 
     def end(self) -> bool:
@@ -131,10 +138,9 @@ class EndlessBody:
 
 
 class ChunkedBody:
-    """A body in chunks, passed on as it is but chunk by chunk: the rest of a chunk is waited for, up to
-    `MAX_HELD_BYTES` bytes. Trailers are dropped.
+    """A chunked body, forwarded in whole chunks. Chunks over `MAX_HELD_BYTES` are forwarded as they arrive.
 
-    With `unpack`, `feed` gives what is in the chunks instead.
+    Trailers are dropped. With `unpack`, `feed` returns the contents of the chunks.
     """
 
     last = b""
@@ -147,7 +153,7 @@ class ChunkedBody:
         self.done = False
 
     def feed(self, data: bytes) -> bytes:
-        """Take in bytes and return the whole chunks. Raises WireError for what is no chunk, or comes after the last."""
+        """Consume received bytes and return whole chunks. Raises WireError for an invalid body."""
         if self._held:
             data, self._held = self._held + data, b""
         contents: list[bytes] = []
@@ -171,11 +177,11 @@ class ChunkedBody:
         return self.done
 
     def _chunk(self, data: bytes, begin: int, contents: list[bytes]) -> int:
-        """Where the chunk that begins at `begin` ends; -1 if it is not all there, or is the last one."""
+        """The end of the chunk at `begin`; -1 if it is incomplete, and `begin` itself if it is the last chunk."""
         match = _CHUNK.match(data, begin)
         if match is None:
             if len(data) - begin >= _MAX_LINE_BYTES or b"\n" in data[begin:]:
-                raise WireError("the worker's answer has a chunk that is none")
+                raise WireError("the worker's response has an invalid chunk header")
             return -1
         size, start = int(match[1], 16), match.end()
         if size == 0:
@@ -190,33 +196,33 @@ class ChunkedBody:
             contents.append(data[start : start + size])
             return len(data)
         if data[end - 2 : end] != b"\r\n":
-            raise WireError("the worker's answer has a chunk without an end")
+            raise WireError("the worker's response has a chunk without a line end")
         if self._unpack:
             contents.append(data[start : end - 2])
         return end
 
     def _long_chunk(self, data: bytes, contents: list[bytes]) -> int:
-        """Pass on what belongs to a chunk that began earlier; returns where it ends in `data`."""
+        """Forward the rest of a large chunk that began earlier; returns where it ends in `data`."""
         here = min(self._left, len(data))
         if here:
             before, self._left = self._left, self._left - here
             wanted = b"\r\n"[max(2 - before, 0) : 2 - self._left] if self._left < 2 else b""
             if wanted and data[here - len(wanted) : here] != wanted:
-                raise WireError("the worker's answer has a chunk without an end")
+                raise WireError("the worker's response has a chunk without a line end")
             contents.append(data[: here - len(wanted)])
         return here
 
     def _trailers(self) -> None:
-        """Read over what stands behind the last chunk, up to an empty line."""
+        """Skip the trailers after the last chunk, up to the empty line."""
         while not self.done:
             line, ended, rest = self._held.partition(b"\r\n")
             if not ended:
                 if len(line) > MAX_HEAD_BYTES:
-                    raise WireError("the worker's answer has endless trailers")
+                    raise WireError("the worker's response has trailers that are too long")
                 return
             self._held, self.done = rest, not line
         if self._held:
-            raise WireError("the worker sent more than its answer")
+            raise WireError("the worker sent bytes after the end of its response")
 
 
 def request_head(

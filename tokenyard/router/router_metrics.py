@@ -1,4 +1,4 @@
-"""What a router counts, and how it tells it: Prometheus text written by hand, as it is asked for often."""
+"""Counters of the router, and their exposition as Prometheus text."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,10 +17,23 @@ MetricSample = tuple[str, Labels, float]
 
 @dataclass(slots=True)
 class RouterMetrics:
-    """Counters of one router, all since its start.
+    """Counters of one router since its start.
 
-    predicted_tokens, cached_tokens: of prompts whose answers told how many were cached, what the router had expected
-    and what came true, out of told_tokens.
+    requests: requests received for workers.
+    gone: requests whose client disconnected.
+    retries: further attempts of requests.
+    continued: streams that continued at another worker.
+    queued: requests that waited in the queue.
+    reported_tokens: prompt tokens of responses that report their cached tokens.
+    predicted_tokens: how many of them the router predicted to be cached.
+    cached_tokens: how many of them were cached.
+    reasons: choices by `routing.choice.REASONS`.
+    errors: errors of the router by code.
+    statuses: responses of workers by HTTP status.
+    ttft_counts: streams per bucket of `TTFT_BUCKETS_S`, and beyond the last.
+    ttft_sum_s: sum of their times to first byte.
+    chosen: requests sent per target.
+    worker_errors: failures per target.
     """
 
     requests: int = 0
@@ -40,46 +53,46 @@ class RouterMetrics:
     worker_errors: Counter[str] = field(default_factory=Counter)
 
     def failed(self, code: str) -> None:
-        """A request ended with an error of ours."""
+        """A request ended with an error of the router."""
         self.errors[code] += 1
 
     def first_byte(self, seconds: float) -> None:
-        """A stream began so long after its request had come."""
+        """A stream began `seconds` after its request arrived."""
         place = next((i for i, most in enumerate(TTFT_BUCKETS_S) if seconds <= most), len(TTFT_BUCKETS_S))
         self.ttft_counts[place] += 1
         self.ttft_sum_s += seconds
 
     def exposition(self, workers: Workers, index: PrefixIndex, *, waiting: int, open_requests: int) -> bytes:
-        """Prometheus text."""
+        """All metrics as Prometheus text."""
         lines = _Exposition()
         counters: tuple[tuple[str, str, float], ...] = (
-            ("requests_total", "requests that came", self.requests),
+            ("requests_total", "requests received", self.requests),
             ("client_gone_total", "requests whose client disconnected", self.gone),
-            ("retries_total", "tries on another target", self.retries),
-            ("continued_total", "streams that went on at another worker", self.continued),
-            ("queued_total", "requests that had to wait for room", self.queued),
-            ("predicted_cached_tokens_total", "prompt tokens expected in a cache", self.predicted_tokens),
-            ("cached_tokens_total", "prompt tokens that answers say were cached", self.cached_tokens),
+            ("retries_total", "further attempts of requests", self.retries),
+            ("continued_total", "streams that continued at another worker", self.continued),
+            ("queued_total", "requests that waited in the queue", self.queued),
+            ("predicted_cached_tokens_total", "prompt tokens predicted to be cached", self.predicted_tokens),
+            ("cached_tokens_total", "prompt tokens that responses report as cached", self.cached_tokens),
             (
                 "reported_prompt_tokens_total",
                 "prompt tokens of answers that report usage",
                 self.reported_tokens,
             ),
             ("told_prompt_tokens_total", "deprecated: use reported_prompt_tokens_total", self.reported_tokens),
-            ("index_evicted_blocks_total", "blocks dropped from the index for room", index.evicted),
+            ("index_evicted_blocks_total", "blocks evicted from the prefix index", index.evicted),
         )
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("queue_requests", "requests that wait here", waiting),
-            ("open_requests", "requests that are not answered in full", open_requests),
+            ("queue_requests", "requests in the queue", waiting),
+            ("open_requests", "requests that have not ended", open_requests),
             ("index_bytes", "memory of the prefix index", index.bytes),
-            ("load_imbalance", "requests of the busiest target over the mean", _imbalance(workers)),
+            ("load_imbalance", "requests of the busiest target divided by the mean", _imbalance(workers)),
         )
         for kind, rows in (("counter", counters), ("gauge", gauges)):
             for name, text, value in rows:
                 lines.add(kind, name, text, [({}, value)])
         lines.add("counter", "choices_total", "choices by reason", [({"reason": r}, self.reasons[r]) for r in REASONS])
-        lines.add("counter", "errors_total", "errors of ours by code", _by("code", self.errors))
-        lines.add("counter", "answers_total", "answers of workers by status", _by("status", self.statuses))
+        lines.add("counter", "errors_total", "errors of the router by code", _by("code", self.errors))
+        lines.add("counter", "answers_total", "responses of workers by status", _by("status", self.statuses))
         lines.add("counter", "worker_requests_total", "requests sent", _by("target", self.chosen))
         lines.add("counter", "worker_errors_total", "failures by target", _by("target", self.worker_errors))
         self._targets(lines, workers, index)
@@ -95,19 +108,27 @@ class RouterMetrics:
                 "uncached prompt tokens sent",
                 [target.state.prefill_tokens for target in targets],
             ),
-            ("worker_cache_credit", "share of predicted hits that came true", [t.state.credit for t in targets]),
-            ("worker_slowness", "first tokens against those predicted", [t.state.slowness for t in targets]),
-            ("worker_index_blocks", "blocks it should hold", [index.blocks_of(t.state.name) for t in targets]),
-            ("worker_breaker_open", "1 while it gets no requests", [t.breaker.state == "open" for t in targets]),
+            (
+                "worker_cache_credit",
+                "share of predicted cached tokens that responses confirm",
+                [t.state.credit for t in targets],
+            ),
+            ("worker_slowness", "observed over predicted time to first token", [t.state.slowness for t in targets]),
+            ("worker_index_blocks", "blocks in the prefix index", [index.blocks_of(t.state.name) for t in targets]),
+            (
+                "worker_breaker_open",
+                "1 while the circuit breaker is open",
+                [t.breaker.state == "open" for t in targets],
+            ),
         ):
             samples = [({"target": t.name}, float(v)) for t, v in zip(targets, values, strict=True)]
             lines.add("gauge", name, text, samples)
         states = [({"worker": w.name, "state": s}, float(w.state == s)) for w in workers for s in STATES]
-        lines.add("gauge", "worker_state", "1 for the state that it is in", states)
+        lines.add("gauge", "worker_state", "1 for the current state", states)
 
 
 class _Exposition:
-    """Collects the lines of an exposition."""
+    """The lines of an exposition."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -129,7 +150,7 @@ class _Exposition:
         self._lines += [f"{full}_sum {total:.10g}", f"{full}_count {seen}"]
 
     def text(self) -> bytes:
-        """All of it."""
+        """The exposition, encoded."""
         return ("\n".join(self._lines) + "\n").encode()
 
 

@@ -1,7 +1,8 @@
-"""What several routers tell each other through Valkey or Redis: which prefix and which session went where.
+"""State that several routers share through Valkey or Redis: which prefix and which session went to which target.
 
-It is soft state, published and forgotten: a router that joins late or hears nothing routes by what it sends itself, and
-where the store is away nothing waits for it. The protocol is RESP 2, of which three commands are needed.
+It is soft state, published without acknowledgement between routers. A router that starts late, or has no connection to
+the store, routes by its own requests; requests never wait for the store. The protocol is RESP 2 (AUTH, SUBSCRIBE,
+PUBLISH).
 """
 
 import asyncio
@@ -27,7 +28,12 @@ MAX_REPLY_BYTES, MAX_REPLY_DEPTH = 64 << 20, 3
 
 
 class SharedUpdate(msgspec.Struct, array_like=True):
-    """What a router has sent where: (target, digests) and (session, target)."""
+    """One batch of a router's choices, as published.
+
+    router: id of the publisher.
+    prefixes: (target name, digests) of requests sent.
+    sessions: (session, target name).
+    """
 
     router: str
     prefixes: list[tuple[str, list[bytes]]]
@@ -35,20 +41,20 @@ class SharedUpdate(msgspec.Struct, array_like=True):
 
 
 def command(*words: bytes) -> bytes:
-    """A command as an array of bulk strings."""
+    """Encode a command as an array of bulk strings."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 async def read_reply(reader: asyncio.StreamReader, depth: int = 0) -> bytes | list[object] | None:
-    """One reply: a line, a string or an array of these. Raises ConnectionError at the end and for what is no reply."""
+    """Read one reply: a line, a string or an array of these. Raises ConnectionError for an error reply too."""
     line = await reader.readline()
     if not line.endswith(b"\r\n"):
-        raise ConnectionError("the store has disconnected")
+        raise ConnectionError("the store closed the connection")
     kind, rest = line[:1], line[1:-2]
     if kind in (b"+", b":"):
         return rest
     if kind == b"-":
-        raise ConnectionError(f"the store says {rest.decode('utf-8', 'replace')}")
+        raise ConnectionError(f"the store replied {rest.decode('utf-8', 'replace')}")
     wrong = kind not in (b"$", b"*") or not rest.removeprefix(b"-").isdigit() or depth > MAX_REPLY_DEPTH
     if wrong or int(rest) > MAX_REPLY_BYTES:
         raise ConnectionError("the store does not speak RESP")
@@ -61,10 +67,10 @@ async def read_reply(reader: asyncio.StreamReader, depth: int = 0) -> bytes | li
 
 
 class RouterSync:
-    """One router's part: collects what it has to tell, and takes in what others say."""
+    """Publishes the choices of this router in batches, and applies those of the others."""
 
     def __init__(self, url: str, router_id: str, workers: Workers, index: PrefixIndex, policy: RoutePolicy) -> None:
-        """`url`: redis://[[user]:password@]host[:port]. Raises ConfigError for another one."""
+        """`url`: redis://[[user]:password@]host[:port]. Raises ConfigError for any other form."""
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "valkey") or not parts.hostname:
             raise ConfigError(f"--shared-url is {url!r}; give redis://host:port")
@@ -77,7 +83,7 @@ class RouterSync:
         self.connected = False
 
     def sent(self, target: str, digests: Sequence[Digest], session: str) -> None:
-        """A request went to `target`."""
+        """A request was sent to `target`: publish it with the next batch."""
         if len(self._prefixes) + len(self._sessions) >= MAX_PENDING:
             return
         names = [digest for digest in digests if isinstance(digest, bytes)]
@@ -87,7 +93,7 @@ class RouterSync:
             self._sessions.append((session, target))
 
     async def run(self) -> None:
-        """Talk to the store for as long as the router lives; without it, try again now and then."""
+        """Publish and subscribe until cancelled; reconnect every `RETRY_S` while the store is unreachable."""
         while True:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -95,7 +101,10 @@ class RouterSync:
                     group.create_task(self._publish())
             except* (OSError, asyncio.IncompleteReadError, ValueError) as errors:
                 if self.connected:
-                    log.warning("the store of several routers is away: %s", errors.exceptions[0])
+                    log.warning(
+                        "lost the connection to the shared store; routing by local state until it is back: %s",
+                        errors.exceptions[0],
+                    )
                 self.connected = False
             await asyncio.sleep(RETRY_S)
 
@@ -131,25 +140,25 @@ class RouterSync:
                 await asyncio.sleep(BATCH_S)
                 if not (self._prefixes or self._sessions):
                     continue
-                news = SharedUpdate(self._id, self._prefixes, self._sessions)
+                update = SharedUpdate(self._id, self._prefixes, self._sessions)
                 self._prefixes, self._sessions = [], []
-                writer.write(command(b"PUBLISH", CHANNEL, msgspec.msgpack.encode(news)))
+                writer.write(command(b"PUBLISH", CHANNEL, msgspec.msgpack.encode(update)))
                 await asyncio.wait_for(read_reply(reader), REPLY_S)
         finally:
             writer.close()
 
     def take(self, message: bytes) -> None:
-        """What another router says; what is no news of a router is ignored."""
+        """Apply an update of another router. Invalid messages and own updates are ignored."""
         try:
-            news = msgspec.msgpack.decode(message, type=SharedUpdate)
+            update = msgspec.msgpack.decode(message, type=SharedUpdate)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
-        if news.router == self._id:
+        if update.router == self._id:
             return
         states = {target.state.name: target.state for worker in self._workers for target in worker.targets}
-        for name, digests in news.prefixes:
+        for name, digests in update.prefixes:
             if name in states:
                 self._index.insert(name, digests)
-        for session, name in news.sessions:
+        for session, name in update.sessions:
             if name in states:
                 self._policy.sent(RequestFeatures(1, session=session), states[name])

@@ -1,4 +1,4 @@
-"""Connections to workers: raw protocols with keep-alive, one request at a time on each."""
+"""Connections to workers: asyncio protocols with keep-alive, one request at a time on each."""
 
 import asyncio
 import socket
@@ -26,21 +26,21 @@ Body = LengthBody | ChunkedBody | EndlessBody
 
 
 class ResponseReader(Protocol):
-    """What takes an answer. A reader that is no longer interested aborts the connection, or drops it."""
+    """Receives a response. To stop early, a reader calls `UpstreamConnection.drop`."""
 
     def on_head(self, head: ResponseHead) -> Body | None:
-        """The head has come; the reader says how it wants the body, or None if it has dropped the connection."""
+        """The head has arrived. Returns how to read the body, or None if the reader has dropped the connection."""
 
     def on_body(self, data: bytes, done: bool) -> None:
-        """Body to pass on; with `done` the answer is complete and the connection is no longer the reader's."""
+        """A part of the body. `done`: the response is complete and the connection no longer belongs to the reader."""
 
     def on_broken(self, why: str, *, stale: bool) -> None:
-        """The answer will not go on. `stale`: the connection was an old one and brought nothing at all."""
+        """The response failed. `stale`: the connection was a reused one on which nothing arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUrl:
-    """Where a worker is. path: what stands before every path, "" or like "/llm"."""
+    """The URL of a worker. path: prefix of every path, "" or like "/llm"."""
 
     scheme: str
     host: str
@@ -49,16 +49,16 @@ class WorkerUrl:
 
     @classmethod
     def parse(cls, text: str) -> "WorkerUrl":
-        """Raises ConfigError for what is no http or https URL of a server."""
+        """Parse an http or https URL, or host:port. Raises ConfigError for anything else."""
         try:
             parts = urlsplit(text.strip() if "://" in text else f"http://{text.strip()}")
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"{text!r} is no URL: {error}") from None
+            raise ConfigError(f"{text!r} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(f"{text!r} is no worker; give a URL such as http://127.0.0.1:30000")
+            raise ConfigError(f"{text!r} is not a worker; give a URL such as http://127.0.0.1:30000")
         if parts.username is not None or any(ord(letter) <= 32 or ord(letter) > 126 for letter in text.strip()):
-            raise ConfigError(f"{text!r} is no worker; its URL must have no user and no odd characters")
+            raise ConfigError(f"{text!r} is not a worker; its URL must be printable ASCII without a user name")
         usual = 443 if parts.scheme == "https" else 80
         return cls(parts.scheme, parts.hostname, port or usual, parts.path.rstrip("/"))
 
@@ -73,7 +73,7 @@ class WorkerUrl:
 
 
 def body_of(head: ResponseHead, *, unpack: bool = False, empty: bool = False) -> Body:
-    """How the body behind `head` is framed; `empty` for answers to HEAD."""
+    """The parser of the body after `head`. `unpack`: return chunk contents. `empty`: a response to HEAD."""
     if empty or head.status in (204, 304):
         return LengthBody(0)
     if head.chunked:
@@ -82,7 +82,7 @@ def body_of(head: ResponseHead, *, unpack: bool = False, empty: bool = False) ->
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection to a worker. `send` begins a request; its reader then hears of the answer."""
+    """A connection to a worker. `send` sends a request, and its reader receives the response."""
 
     def __init__(self, pool: "ConnectionPool") -> None:
         self._pool = pool
@@ -96,28 +96,29 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send small requests at once: they must not wait for the answer to the last one."""
+        """Disable Nagle's algorithm: small requests must not wait for an acknowledgement."""
         self.transport = cast(asyncio.Transport, transport)
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, reader: ResponseReader, data: bytes, *, keep: bool = True) -> None:
-        """Send a whole request; the answer goes to `reader`. Without `keep` the connection ends with the answer."""
+        """Send a whole request; `reader` receives the response. `keep`: reuse the connection after it."""
         self._reader, self._body, self._head, self._heard, self._keep = reader, None, b"", False, keep
         self.transport.write(data)
 
     def drop(self, reader: ResponseReader) -> None:
-        """`reader` is not interested any more; nothing happens if the connection is another one's by now."""
+        """Abort the response to `reader`. No effect if the connection serves another reader by now."""
         if self._reader is reader:
             self._reader = None
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Pass on what has come."""
+        """Parse received bytes and pass them to the reader."""
         reader, body = self._reader, self._body
         if reader is None:
-            self.transport.abort()  # nothing was asked
+            # No request is open: the worker must not send anything.
+            self.transport.abort()
             return
         self._heard = True
         try:
@@ -137,17 +138,17 @@ class UpstreamConnection(asyncio.Protocol):
             reader.on_body(passed, body.done)
 
     def _read_head(self, reader: ResponseReader, data: bytes) -> bytes | None:
-        """Take in a part of the head; once it is there, tell the reader and return what follows it."""
+        """Consume a part of the head. Once it is complete, pass it to the reader and return the bytes after it."""
         self._head += data
         while True:
             head_bytes, found, rest = self._head.partition(HEAD_END)
             if not found:
                 if len(self._head) > MAX_HEAD_BYTES:
-                    raise WireError("the worker's answer has an endless head")
+                    raise WireError("the worker's response has a head that is too long")
                 return None
             head = parse_head(head_bytes)
             if head.status == SWITCHING_PROTOCOLS:
-                raise WireError("the worker wants to switch protocols")
+                raise WireError("the worker switched protocols without being asked")
             self._head = rest
             if head.status >= 200:
                 break
@@ -156,11 +157,11 @@ class UpstreamConnection(asyncio.Protocol):
         return rest
 
     def eof_received(self) -> bool:
-        """The worker sends nothing more; `connection_lost` follows."""
+        """The worker closed its side; `connection_lost` follows."""
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the reader, unless the answer ends with the connection."""
+        """Report a failure to the reader, or the end of a body that ends with its connection."""
         self._pool.lost(self)
         reader, body = self._reader, self._body
         if reader is None:
@@ -178,7 +179,7 @@ class UpstreamConnection(asyncio.Protocol):
             reader.on_broken(why, stale=self._used and not self._heard)
 
     def _release(self) -> None:
-        """The answer is complete: keep the connection for the next request if it can take one."""
+        """The response is complete: return the connection to the pool, or close it if it cannot be reused."""
         self._reader, self._used = None, True
         if self._keep and self._keep_alive and not isinstance(self._body, EndlessBody):
             self._pool.put(self)
@@ -194,7 +195,7 @@ class ConnectionPool:
         self._idle: list[UpstreamConnection] = []
 
     def take(self) -> UpstreamConnection | None:
-        """A connection that waits for work, the one used last; None if there is none."""
+        """Take the most recently used idle connection; None if there is none."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.transport.is_closing():
@@ -203,19 +204,19 @@ class ConnectionPool:
         return None
 
     def put(self, connection: UpstreamConnection) -> None:
-        """Keep a connection for later."""
+        """Return an idle connection; it is closed if the pool is full."""
         if len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
         else:
             connection.transport.close()
 
     def lost(self, connection: UpstreamConnection) -> None:
-        """A connection has ended."""
+        """A connection was closed."""
         if connection in self._idle:
             self._idle.remove(connection)
 
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises OSError (and its TimeoutError) if there is none to be had in time."""
+        """Open a connection. Raises OSError, of which TimeoutError is one, if that fails."""
         loop = asyncio.get_running_loop()
         making = loop.create_connection(
             lambda: UpstreamConnection(self), self._url.host, self._url.port, ssl=self._context
@@ -224,7 +225,7 @@ class ConnectionPool:
         return protocol
 
     def close(self) -> None:
-        """Close what waits for work."""
+        """Close all idle connections."""
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.transport.abort()

@@ -1,4 +1,7 @@
-"""The workers that a router knows, and their targets: which are there, which may get requests, which are on trial."""
+"""The router's workers and their targets: state, roles, models and circuit breakers.
+
+A worker is the router's view of one engine. A target is a worker, or one data-parallel rank of it.
+"""
 
 import math
 import ssl
@@ -16,10 +19,10 @@ from tokenyard.routing.load import TargetLoad, TtftModel, preempts_by, target_ha
 
 MAX_RANKS = 1024
 PREFILL, DECODE = "prefill", "decode"
-"""Roles of workers that do only one half of the work."""
+"""Roles of workers with PD disaggregation."""
 
 CLOSED = ("loading", "draining")
-"""What our engines say of themselves while they live but take no requests."""
+"""`status` in /server_info of an engine that is alive but accepts no requests."""
 
 
 class CircuitBreaker:
@@ -29,7 +32,7 @@ class CircuitBreaker:
         self._settings = settings
         self._failures = self._successes = 0
         self.open_until_s = -math.inf
-        """A request may be sent from then on: at any time while it is closed, and on trial after the timeout."""
+        """Requests may be sent from this time on: -infinity while closed, else the end of the timeout."""
 
     @property
     def state(self) -> str:
@@ -37,7 +40,7 @@ class CircuitBreaker:
         return "open" if self.open_until_s > -math.inf else "closed"
 
     def succeeded(self) -> None:
-        """A request went well."""
+        """A request succeeded."""
         self._failures = 0
         if self.open_until_s > -math.inf:
             self._successes += 1
@@ -45,21 +48,29 @@ class CircuitBreaker:
                 self.reset()
 
     def failed(self, now_s: float) -> None:
-        """A request failed by the target's fault."""
+        """A request failed at the target."""
         self._failures += 1
         self._successes = 0
         if self.open_until_s > -math.inf or self._failures >= self._settings.cb_failure_threshold:
             self.open_until_s = now_s + self._settings.cb_timeout_secs
 
     def reset(self) -> None:
-        """Begin anew, closed."""
+        """Close the breaker and reset its counts."""
         self._failures = self._successes = 0
         self.open_until_s = -math.inf
 
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """A worker or one of its ranks. name: what clients may see of it. levels: its open requests by priority."""
+    """A worker, or one of its ranks: what the routing chooses.
+
+    worker: the worker it belongs to.
+    rank: data-parallel rank; None for a worker with a single one.
+    name: the name that clients may see.
+    state: load and speed, as policies see them.
+    breaker: its circuit breaker.
+    levels: open requests by priority.
+    """
 
     worker: "Worker"
     rank: int | None
@@ -69,20 +80,35 @@ class Target:
     levels: Counter[int] = field(default_factory=Counter)
 
     def has_capacity(self, priority: int) -> bool:
-        """Whether a request of `priority` finds a place: a free one, or one that the engine takes from a lesser one."""
+        """Whether a request of `priority` fits: into free capacity, or by preempting requests of lower priority."""
         return target_has_capacity(self.state, self.levels, self.worker.preempts_by, priority)
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """An engine behind a URL. source: where that came from. boot_id: changes when it starts anew, "" if it tells none.
+    """An engine behind a URL.
 
-    models: what it serves, empty while that is unknown; bases: those that are no adapters. healthy: None before the
-    first look. continues: how it can go on with an answer that another worker has begun (see `continuation`), "" if it
-    cannot. closed: it says that it takes no requests now. role: PREFILL, DECODE, or "" for both. bootstrap_port: where
-    an engine of SGLang that prefills is met by those that decode; bootstrap_ports: the same of each rank of an engine
-    of ours. by_params: it hands over as vLLM does, by `kv_transfer_params`. preempts_by: by how much the priority of a
-    request must be higher for the engine to give it the place of one that runs; None if it never does.
+    name: such as "w0".
+    url: its address.
+    source: static, api, or the name of a `DiscoverySource`.
+    pool: connections to it.
+    targets: the worker itself, or its data-parallel ranks.
+    healthy: None before the first health check.
+    draining: whether it gets no new requests.
+    models: names it serves; empty while unknown.
+    bases: those of `models` that are not adapters.
+    cards: its /v1/models.
+    boot_id: changes when the engine restarts; "" if it reports none.
+    continues: how it can continue a stream of another worker (`stream_continuation`); "" if it cannot.
+    context_length: of its model; None if unknown.
+    restarts: restarts seen so far.
+    closed: whether it reports that it accepts no requests.
+    role: PREFILL, DECODE, or "" for both.
+    bootstrap_port: port where decode engines reach an SGLang prefill engine.
+    bootstrap_ports: the same for each rank of a Tokenyard engine.
+    by_params: whether it transfers KV as vLLM does, by `kv_transfer_params`.
+    preempts_by: priority margin above which it preempts a running request; None if it never preempts.
+    address: path prefix and Host header, encoded.
     """
 
     name: str
@@ -119,7 +145,7 @@ class Worker:
 
     @property
     def computes_alone(self) -> bool:
-        """Whether, as an engine that decodes, it can compute a prompt itself: vLLM's and ours can, SGLang's cannot."""
+        """Whether a decode engine can compute a prompt itself: vLLM and Tokenyard can, SGLang cannot."""
         return self.by_params or self.continues == BY_OUTPUT_IDS
 
     @property
@@ -129,7 +155,7 @@ class Worker:
 
 
 class Workers:
-    """The registry. `on_change` is called whenever there may be more room than before, or fewer workers."""
+    """The registry of workers. `on_change` is called whenever workers or their capacity may have changed."""
 
     def __init__(self, settings: RouterSettings, index: PrefixIndex) -> None:
         self._settings, self._index = settings, index
@@ -140,9 +166,9 @@ class Workers:
         self._by_model: dict[str, list[Target]] = {}
         self._prefilling: list[Target] = []
         self.has_disagg_workers = False
-        """Whether there are workers that only decode."""
+        """Whether any worker only decodes."""
         self.adapters: frozenset[str] = frozenset()
-        """Names of models that are adapters at some worker."""
+        """Names of all adapters of all workers."""
         self._context: ssl.SSLContext | None = None
         self.on_change: Callable[[], None] = lambda: None
 
@@ -153,12 +179,12 @@ class Workers:
         return len(self._by_url)
 
     def add(self, url_text: str, source: str, role: str = "") -> Worker:
-        """A new worker. Raises ConfigError for a wrong URL, one that is there already, or an unknown role."""
+        """Add a worker. Raises ConfigError for an invalid or duplicate URL and for an unknown role."""
         if role not in ("", PREFILL, DECODE):
-            raise ConfigError(f"{role!r} is no role of a worker; it is {PREFILL}, {DECODE}, or none for both")
+            raise ConfigError(f"unknown worker role {role!r}; use {PREFILL}, {DECODE}, or no role for both")
         url = WorkerUrl.parse(url_text)
         if str(url) in self._by_url:
-            raise ConfigError(f"the worker {url} is there already; every worker is named once")
+            raise ConfigError(f"worker {url} already exists; name each worker once")
         context = self._tls() if url.scheme == "https" else None
         worker = Worker(
             f"w{self._made}", url, source, ConnectionPool(url, context, self._settings.connect_timeout_secs)
@@ -180,7 +206,7 @@ class Workers:
             return None
 
     def remove(self, worker: Worker) -> None:
-        """It gets nothing more, and nothing is remembered of it; what it is answering goes on."""
+        """Remove a worker and its index entries. Its open requests continue."""
         self._by_url.pop(str(worker.url), None)
         worker.draining = True
         worker.pool.close()
@@ -204,8 +230,9 @@ class Workers:
         self.changed()
 
     def set_models(self, worker: Worker, cards: list[dict[str, Any]]) -> None:
-        """What the worker serves, from its /v1/models: models, and their adapters by both names that they have. Another
-        model than before has another cache.
+        """Set what the worker serves, from its /v1/models: models, and adapters by their name and by "base:name".
+
+        If the base models change, its cache counts as lost.
         """
         bases = frozenset(str(card["id"]) for card in cards if not card.get("parent"))
         names = (f"{card.get('parent')}:{card['id']}" for card in cards if card.get("parent"))
@@ -226,10 +253,7 @@ class Workers:
         self.changed()
 
     def set_info(self, worker: Worker, info: dict[str, Any]) -> None:
-        """What a worker says of itself in /server_info: its ranks, its identity, how much it takes at a time.
-
-        What a lying worker sends instead of numbers is ignored.
-        """
+        """Apply a worker's /server_info: ranks, boot id, role and limits. Values of a wrong type are ignored."""
         boot_id, ranks = str(info.get("boot_id") or ""), info.get("dp_size")
         if worker.boot_id and boot_id != worker.boot_id:
             self.restarted(worker)
@@ -251,7 +275,7 @@ class Workers:
                 target.state.room = -(-most // len(worker.targets))
 
     def _set_role(self, worker: Worker, info: dict[str, Any]) -> None:
-        """SGLang's engines say which half of the work they do, and where prefill hands over."""
+        """Read the PD role and bootstrap ports, under SGLang's names."""
         role, port = info.get("disaggregation_mode"), info.get("disaggregation_bootstrap_port")
         if port and _is_port(port):
             worker.bootstrap_port = port
@@ -262,19 +286,19 @@ class Workers:
             self.changed()
 
     def restarted(self, worker: Worker) -> None:
-        """It has started anew, or is gone."""
+        """The engine has restarted or is down: its cache and what was learnt about it are void."""
         worker.restarts += 1
         self.flushed(worker)
         for target in worker.targets:
             target.state.forget()
 
     def flushed(self, worker: Worker) -> None:
-        """Its cache is empty."""
+        """The engine's cache is empty."""
         for target in worker.targets:
             self._index.clear_target(target.state.name)
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:
-        """The worker may, or may no longer, get requests."""
+        """Set the health of a worker, which resets its circuit breakers if it changes."""
         if worker.healthy == healthy:
             return
         worker.healthy = healthy
@@ -283,7 +307,7 @@ class Workers:
         self.changed()
 
     def changed(self) -> None:
-        """Which workers may get requests has changed."""
+        """Recompute the routable targets."""
         workers = self._by_url.values()
         routable = [worker for worker in workers if worker.healthy and not worker.draining]
         self._routable = [target for worker in routable if worker.role != PREFILL for target in worker.targets]
@@ -294,8 +318,9 @@ class Workers:
         self.on_change()
 
     def eligible(self, model: str, rank: int | None, now_s: float) -> list[Target]:
-        """Targets that may serve `model` ("" for any) on `rank` (None for any). A model that no worker names may be
-        known to any of them by another name.
+        """Targets that may serve `model` ("" for any) on `rank` (None for any).
+
+        A model that no worker lists may be an alias at any of them, so all targets are eligible for it.
         """
         found = self._by_model.get(model)
         if found is None:
@@ -304,13 +329,13 @@ class Workers:
         return found if rank is None else _of_rank(found, rank)
 
     def prefilling(self, model: str, rank: int | None, now_s: float) -> list[Target]:
-        """Targets that only prefill and may do so for `model` on `rank`, as in `eligible`."""
+        """Targets of prefill workers for `model` and `rank`, as in `eligible`."""
         named = [target for target in self._prefilling if model in target.worker.models]
         found = [target for target in named or self._prefilling if target.breaker.open_until_s <= now_s]
         return found if rank is None else _of_rank(found, rank)
 
     def _serving(self, model: str) -> list[Target]:
-        """Routable targets for a model; kept for models that some worker names."""
+        """Routable targets for a model, cached if some worker lists the model."""
         named = [target for target in self._routable if model in target.worker.models]
         known = any(model in worker.models for worker in self._by_url.values())
         found = named if known else self._routable
@@ -328,7 +353,7 @@ class Workers:
             worker.pool.close()
 
     def _speed_of(self, worker: Worker) -> TtftModel:
-        """What targets of one model share."""
+        """The time model that all targets of one set of base models share."""
         return self._speeds.setdefault(worker.bases, TtftModel())
 
     def _tls(self) -> ssl.SSLContext:

@@ -357,7 +357,7 @@ class PredictedTtft(RoutePolicy):
     """The target with the lowest predicted time to first token, within a bound on its share of the load.
 
     The prediction covers the uncached tokens of this prompt, those of requests that still wait for their first token,
-    and a cost per request that decodes. Targets whose predictions are nearly equal are ordered by their number of
+    and a cost per request in flight. Targets whose predictions are nearly equal are ordered by their number of
     requests. A target that would exceed `over` times its share of the requests in flight, plus `over_requests`, comes
     last. If another target is far below its share (`starving`), the bound is the share itself. So a popular prefix
     spreads to more targets once those that hold it are busy. A slower target has a smaller share.
