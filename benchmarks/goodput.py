@@ -26,7 +26,7 @@ from typing import Any
 from tokenyard.base import SchedulerSettings
 from tokenyard.cost import get_profile
 from tokenyard.sim.engine.presets import common_settings, preset, preset_names
-from tokenyard.sim.planner.load_search import largest_scale
+from tokenyard.sim.planner.trial import largest_scale
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import Setup, simulate
 from tokenyard.sim.traces.formats import read_trace

@@ -42,7 +42,7 @@ def run(case, policy, seed):
         router=policy,
         seed=seed,
         kv_pool_tokens=case.pool_tokens,
-        fleet=replace(case.fleet, believed_pool_tokens=case.believed_pool_tokens),
+        fleet=replace(case.fleet, assumed_pool_tokens=case.assumed_pool_tokens),
     )
     outcome = simulate(traffic, setup)
     shares = np.bincount(outcome.replica, minlength=REPLICAS) / len(traffic)

@@ -21,7 +21,7 @@ class Case:
     make: object
     pool_tokens: int = POOL_TOKENS
     fleet: Fleet = field(default_factory=Fleet)
-    believed_pool_tokens: int = 0
+    assumed_pool_tokens: int = 0
 
 
 def lengths(rng, median, count, most=16_000):
@@ -132,7 +132,7 @@ def cases():
         replace(base, name="W6 kill", fleet=Fleet(faults=(Fault(8.0, 1, 5.0),))),
         replace(base, name="W6 join", fleet=Fleet(faults=(Fault(0.0, 3, 10.0),))),
         replace(base, name="W6 slow", fleet=Fleet(faults=(Fault(4.0, 2, 1e6, 2.0),))),
-        replace(base, name="W6 drift", pool_tokens=40_000, believed_pool_tokens=400_000),
+        replace(base, name="W6 drift", pool_tokens=40_000, assumed_pool_tokens=400_000),
         replace(base, name="W6 lost", fleet=Fleet(kv_event_lag_s=0.05, kv_event_loss=0.01)),
         replace(base, name="W6 two", fleet=Fleet(routers=2)),
         replace(base, name="W6 two+ev", fleet=Fleet(routers=2, kv_event_lag_s=0.05)),

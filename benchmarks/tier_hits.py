@@ -82,7 +82,7 @@ def kv_store_settings_of(kind, size_gb):
 def measure(workload, kv_store):
     """What came of it, as `tokenyard simulate --json` says it."""
     found = summary(simulate(workload, setup_of(workload, kv_store)))
-    return {"hit": found["prefix_hit_rate"], **found.get("tiers", {}), "in_time": found["slo_attainment"]}
+    return {"hit": found["prefix_hit_rate"], **found.get("kv_store", {}), "in_time": found["slo_attainment"]}
 
 
 def table(found, prompts, sizes_gb, kinds):

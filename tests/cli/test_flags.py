@@ -6,10 +6,12 @@ import pytest
 
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.base.declare import declarations
+from tokenyard.base.deprecation import accept_old_keys
 from tokenyard.base.settings import SharedSettings
 from tokenyard.cli.flags import (
     FOREIGN_FLAGS,
     Parser,
+    add_deprecated_flag,
     add_setting_flags,
     all_flags,
     parse_count,
@@ -334,3 +336,29 @@ def test_the_help_names_the_policies(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for name in ("fcfs", "lpm", "slo", "vtc", "adaptive"):
         assert name in shown
+
+
+def test_a_deprecated_flag_sets_the_new_one_and_warns(caplog):
+    parser = Parser(allow_abbrev=False)
+    count = parser.add_argument("--max-replicas", type=int, default=4)
+    switch = parser.add_argument("--user-policies", action="store_true")
+    add_deprecated_flag(parser, "--most", count)
+    add_deprecated_flag(parser, "--own-policies", switch)
+    assert vars(parser.parse_strictly(["--max-replicas", "3"])) == {"max_replicas": 3, "user_policies": False}
+    assert caplog.messages == []
+    chosen = parser.parse_strictly(["--most", "2", "--own-policies"])
+    assert vars(chosen) == {"max_replicas": 2, "user_policies": True}
+    assert [message.split(" is deprecated")[0] for message in caplog.messages] == ["--most", "--own-policies"]
+    assert caplog.messages[0].endswith("use --max-replicas")
+    assert "--most" not in parser.format_help()
+    with pytest.raises(ConfigError, match="invalid int"):
+        parser.parse_strictly(["--most", "two"])
+
+
+def test_deprecated_keys_of_a_file_are_renamed_with_a_warning(caplog):
+    renamed = {"most": "max_count"}
+    assert accept_old_keys({"most": 2, "price": 1.0}, renamed, "d.yaml") == {"max_count": 2, "price": 1.0}
+    (message,) = caplog.messages
+    assert "d.yaml: most is deprecated" in message
+    assert message.endswith("use max_count")
+    assert accept_old_keys({"most": 2, "max_count": 3}, renamed, "d.yaml") == {"most": 2, "max_count": 3}

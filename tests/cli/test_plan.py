@@ -7,7 +7,7 @@ import pytest
 from tokenyard.cli.main import main
 
 SMALL = ["--synthetic", "plain", "--limit", "40", "--request-rate", "60", "--jobs", "1"]
-PRICES = "devices: [{device: h100, price: 2.5}, {device: a100, price: 2.0, error: 0.1, most: 8}]"
+PRICES = "devices: [{device: h100, price: 2.5}, {device: a100, price: 2.0, error: 0.1, max_count: 8}]"
 
 
 def test_a_plan_names_the_fleet_what_ifs_and_what_hangs_on_the_cost_model(tmp_path, capsys):
@@ -36,7 +36,7 @@ def test_without_prices_devices_are_counted(capsys):
 
 
 def test_too_few_devices_are_no_plan_and_it_says_how_near_they_came(tmp_path, capsys):
-    argv = ["--most", "1", "--policies", "fcfs", "--slo-ttft-ms", "20", "--slo-ttft-scale", "0", "--seeds", "1"]
+    argv = ["--max-replicas", "1", "--policies", "fcfs", "--slo-ttft-ms", "20", "--slo-ttft-scale", "0", "--seeds", "1"]
     assert main(["plan", *SMALL, *argv, "--json", str(tmp_path / "o.json")]) == 1
     shown = capsys.readouterr().out
     for words in ("no fleet of up to 1 replicas", "fcfs: at most ", "its error is unknown"):
@@ -57,17 +57,17 @@ def test_too_few_devices_are_no_plan_and_it_says_how_near_they_came(tmp_path, ca
         ("devices: [{device: abacus}]", "no cost profile"),
         ("devices: [{device: h100, price: 0}]", "above 0"),
         ("devices: [{device: h100, price: free}]", "price is 'free'"),
-        ("devices: [{device: h100, error: 2}]", "a share from 0"),
-        ("devices: [{device: h100, most: 0}]", "most is 0"),
+        ("devices: [{device: h100, error: 2}]", "below 1"),
+        ("devices: [{device: h100, max_count: 0}]", "max_count is 0"),
         ("devices: [{device: h100, price: 1}, {device: a100}]", "give all or none"),
     ],
 )
 def test_a_wrong_file_of_devices_is_one_line(tmp_path, capsys, text, complaint):
     (tmp_path / "d.yaml").write_text(text)
     assert main(["plan", *SMALL, "--devices", str(tmp_path / "d.yaml")]) == 2
-    told = capsys.readouterr().err
-    assert complaint in told
-    assert told.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert complaint in shown
+    assert shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_wrong_file_of_devices_is_one_line(tmp_path, capsys, text, complaint):
         (["--devices", "abacus"], "no cost profile"),
         (["--target", "1.5"], "--target"),
         (["--seeds", "0"], "--seeds"),
-        (["--most", "0"], "--most"),
+        (["--max-replicas", "0"], "--max-replicas"),
         (["--dp-sizes", "0"], "--dp-sizes"),
         (["--dp-sizes", "two"], "--dp-sizes"),
         (["--routers", "nearest"], "no router policy"),
@@ -91,24 +91,43 @@ def test_a_wrong_file_of_devices_is_one_line(tmp_path, capsys, text, complaint):
 )
 def test_wrong_arguments_are_one_line(capsys, argv, complaint):
     assert main(["plan", *SMALL, *argv]) == 2
-    told = capsys.readouterr().err
-    assert complaint in told
-    assert told.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert complaint in shown
+    assert shown.count("\n") == 1
 
 
-def test_prefill_engines_and_tiers_are_among_the_kinds(tmp_path, capsys):
+def test_prefill_engines_and_kv_stores_are_variants(tmp_path, capsys):
     out = tmp_path / "o.json"
-    kinds = ["--prefill-shares", "0.5", "--link-gbit", "400", "--tiers", "0+0,40+0", "--policies", "fcfs"]
+    kinds = ["--prefill-shares", "0.5", "--link-gbit", "400", "--kv-stores", "0+0,40+0", "--policies", "fcfs"]
     argv = ["plan", *SMALL, *kinds, "--seeds", "1", "--slo-tpot-ms", "9", "--json", str(out)]
     assert main(argv) == 0
     plan = json.loads(out.read_text())
     policies = {fleet["policy"] for fleet in plan["fleets"]} | {one["kind"] for one in plan["left_out"]}
-    for words in ("50 % prefill at 400 Gbit/s", "40+0 GB below"):
+    for words in ("50 % prefill at 400 Gbit/s", "40+0 GB KV store"):
         assert any(words in policy for policy in policies), words
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("words", ["--prefill-shares 1", "--prefill-shares x", "--tiers 5", "--tiers 1+1,1+1"])
+@pytest.mark.parametrize("words", ["--prefill-shares 1", "--prefill-shares x", "--kv-stores 5", "--kv-stores 1+1,1+1"])
 def test_wrong_kinds_are_one_line(words, capsys):
     assert main(["plan", *SMALL, *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err
+
+
+def test_deprecated_names_are_accepted_with_a_warning(tmp_path, caplog):
+    (tmp_path / "d.yaml").write_text("devices: [{device: h100, most: 1}]")
+    argv = [
+        "--devices",
+        str(tmp_path / "d.yaml"),
+        "--most",
+        "4",
+        "--tiers",
+        "0+0",
+        "--policies",
+        "fcfs",
+        "--seeds",
+        "1",
+    ]
+    assert main(["plan", *SMALL, *argv, "--seeds", "1", "--slo-ttft-ms", "20", "--slo-ttft-scale", "0", "--quiet"]) == 1
+    for old, new in (("--most", "--max-replicas"), ("--tiers", "--kv-stores"), (": most", "max_count")):
+        assert any(old + " is deprecated" in one and one.endswith(new) for one in caplog.messages), old

@@ -226,3 +226,13 @@ def test_a_request_is_refused_only_when_no_rank_has_room():
     assert outcome.counters["rejected"] == (~outcome.served).sum()
     first = np.flatnonzero(~outcome.served)[0]
     assert first >= 8, "all places and all of the queue are taken first"
+
+
+def test_the_deprecated_key_of_the_assumed_pool_is_accepted_with_a_warning(tmp_path, caplog):
+    fleet = read_fleet(file_of(tmp_path, "believed_pool_tokens: 4000"), "llama-3-8b")
+    assert fleet.assumed_pool_tokens == 4000
+    assert "believed_pool_tokens is deprecated" in caplog.text
+    with pytest.raises(ConfigError, match="believed_pool_tokens"):
+        read_fleet(file_of(tmp_path, "{believed_pool_tokens: 1, assumed_pool_tokens: 2}"), "llama-3-8b")
+    (renamed,) = caplog.messages
+    assert renamed.endswith("use assumed_pool_tokens")

@@ -142,12 +142,14 @@ def test_a_channel_gives_up_what_waits_too_long_and_tells_how_much_was_done():
     assert channel.busy_ns == 160
 
 
-def test_the_command_says_what_came_from_below(tmp_path, capsys):
+def test_the_command_reports_hits_in_the_kv_store(tmp_path, capsys):
     out = tmp_path / "out.json"
     words = "simulate --synthetic multi-turn --limit 100 --max-total-tokens 20000 --enable-hierarchical-cache"
     assert main([*words.split(), "--hicache-size", "40", "--json", str(out)]) == 0
-    assert "from tiers below" in capsys.readouterr().out
-    assert json.loads(out.read_text())["tiers"]["hit_rate"] > 0.1
+    assert "from the KV store" in capsys.readouterr().out
+    numbers = json.loads(out.read_text())
+    assert numbers["kv_store"]["hit_rate"] > 0.1
+    assert numbers["tiers"] == numbers["kv_store"]
     assert main(["simulate", "--synthetic", "plain", "--limit", "5", "--hicache-size", "4"]) == 2
     assert "--enable-hierarchical-cache" in capsys.readouterr().err
     with pytest.raises(ConfigError):

@@ -7,8 +7,7 @@ import re
 
 import numpy as np
 
-from tokenyard.sim.report.colours import colours_of
-from tokenyard.sim.report.html_page import Report, Row, Section, Table, page
+from tokenyard.sim.report.html_page import Report, Row, Section, Table, colours_of, page
 from tokenyard.sim.report.svg_charts import Chart
 
 EVIL = "</script><img src=x onerror=alert(1)>"

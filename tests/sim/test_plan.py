@@ -146,7 +146,7 @@ class Made:
         need = self.need[sizing.option.policy] * sizing.slower * sizing.traffic.rate
         need += 1 if sizing.target > 0.99 else 0
         count = int(np.ceil(need - 1e-9))
-        return SizingResult(sizing, count if count <= sizing.option.most else None, 0.995, 3)
+        return SizingResult(sizing, count if count <= sizing.option.max_replicas else None, 0.995, 3)
 
     def attained(self, trial):
         return 0.995 if trial.replicas >= self.need[trial.option.policy] * trial.traffic.rate else 0.5

@@ -6,8 +6,8 @@ import pytest
 from tests.sim.small_workloads import setup, workload
 from tokenyard.base import ConfigError
 from tokenyard.cost import get_profile
-from tokenyard.sim.planner.load_search import largest_scale
 from tokenyard.sim.planner.oracle_bounds import attainment_bound, endless_cache, min_work_s
+from tokenyard.sim.planner.trial import largest_scale
 from tokenyard.sim.simulate import DefaultSlo, simulate
 from tokenyard.sim.traces.synthetic import SYNTHETIC, synthetic
 

@@ -464,12 +464,12 @@ def test_policies_that_are_code_are_loaded_only_when_allowed():
     tape.header = replace(
         tape.header, origin=replace(origin, settings=replace(origin.settings, schedule_policy="os:system"))
     )
-    with pytest.raises(ConfigError, match="--own-policies"):
+    with pytest.raises(ConfigError, match="--user-policies"):
         replay(tape)
     yard = recording()
     with pytest.raises(ConfigError):
         yard.scheduler.apply(SetPolicy("os:system"), yard.now)
-    with pytest.raises(ConfigError, match="--own-policies"):
+    with pytest.raises(ConfigError, match="--user-policies"):
         replay(yard.tape())
     assert replay(yard.tape(), own_policies=True).difference is None
 

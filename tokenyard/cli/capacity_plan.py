@@ -20,6 +20,7 @@ from tokenyard.cli.capacity_plan_report import (
     write_capacity_plan,
 )
 from tokenyard.cli.capacity_plan_variants import add_variant_arguments, fleet_variants
+from tokenyard.cli.flags import add_deprecated_flag
 from tokenyard.cli.simulation_arguments import (
     add_scheduler_arguments,
     add_workload_arguments,
@@ -40,7 +41,7 @@ MAX_REPLICAS = 256
 CAPACITY_PLAN_RANGES = {
     "target": NumberRange(0.01, 0.99999),
     "seeds": NumberRange(1, 10),
-    "most": NumberRange(1, 4096),
+    "max_replicas": NumberRange(1, 4096),
     "jobs": NumberRange(1, 256),
 }
 
@@ -48,7 +49,7 @@ CAPACITY_PLAN_RANGES = {
 def add_capacity_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """All arguments of `tokenyard plan`."""
     add_workload_arguments(parser)
-    group = parser.add_argument_group("what may be had")
+    group = parser.add_argument_group("options to try")
     group.add_argument(
         "--devices",
         default="h100",
@@ -58,7 +59,14 @@ def add_capacity_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", dest="profile_model", default="llama-3-8b", metavar="MODEL", help="model of these [llama-3-8b]"
     )
-    group.add_argument("--most", type=int, default=MAX_REPLICAS, metavar="N", help=f"most replicas [{MAX_REPLICAS}]")
+    max_replicas = group.add_argument(
+        "--max-replicas",
+        type=int,
+        default=MAX_REPLICAS,
+        metavar="N",
+        help=f"maximum replicas [{MAX_REPLICAS}]",
+    )
+    add_deprecated_flag(group, "--most", max_replicas)
     group.add_argument("--dp-sizes", default="1", metavar="A,B", help="numbers of ranks of an engine to try [1]")
     group.add_argument(
         "--routers", default=DEFAULT_POLICY, metavar="A,B", help=f"router policies to try [{DEFAULT_POLICY}]"
@@ -89,7 +97,9 @@ def run_capacity_plan(args: argparse.Namespace) -> int:
         planner = planner_on(pool, workload, args)
         plan = planner.plan(options)
     if plan is None:
-        print(f"no fleet of up to {args.most} replicas serves {100 * args.target:g} % of {workload.name} in time")
+        print(
+            f"no fleet of up to {args.max_replicas} replicas serves {100 * args.target:g} % of {workload.name} in time"
+        )
         print_notes([*no_capacity_plan_notes(planner.eliminated), *workload.notes])
         write_numbers(args.json, no_capacity_plan_document(planner.eliminated, workload, args.target))
         return 1
@@ -115,7 +125,7 @@ def _print(plan: CapacityPlan, workload: Workload, target: float) -> None:
 def _check(args: argparse.Namespace) -> None:
     """Raise ConfigError for arguments that are out of range."""
     for name, allowed in CAPACITY_PLAN_RANGES.items():
-        allowed.check(f"--{name}", getattr(args, name))
+        allowed.check(f"--{name.replace('_', '-')}", getattr(args, name))
     if args.preset is not None or args.schedule_policy is not None:
         raise ConfigError("presets and policies are given by --policies here, not as --preset or --schedule-policy")
     if args.seed < 0 or not 0.0 < args.request_rate < float("inf"):
@@ -146,9 +156,9 @@ def make_options(args: argparse.Namespace, workload: Workload) -> list[FleetOpti
         setup = named_setup(argparse.Namespace(**given, dp_size=ranks, router=router), workload, policy)
         running = ranks * setup.settings.max_running_requests
         setup = replace(setup, settings=replace(setup.settings, max_running_requests=running))
-        most = min(args.most, device.most // (ranks * device.profile.tp))
-        if most:
-            options += fleet_variants(FleetOption(setup, policy, device.price, most), args)
+        replicas = min(args.max_replicas, device.max_count // (ranks * device.profile.tp))
+        if replicas:
+            options += fleet_variants(FleetOption(setup, policy, device.price, replicas), args)
     if not options:
         raise ConfigError(f"--devices {args.devices}: there are fewer devices than one replica takes")
     return options

@@ -1,4 +1,4 @@
-"""Which devices a planner may take, and what they cost: names of built-in profiles, or a YAML file."""
+"""The devices that the planner may use, with prices: names of built-in profiles, or a YAML file."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,30 +7,38 @@ from typing import Any
 import yaml
 
 from tokenyard.base import ConfigError
+from tokenyard.base.deprecation import accept_old_keys
 from tokenyard.cost import Profile, get_profile, load_profile
 
 MAX_DEVICES = 1 << 20
-FIELDS = ("device", "profile", "price", "error", "most")
+FIELDS = ("device", "profile", "price", "error", "max_count")
+RENAMED = {"most": "max_count"}
+"""Old field names, accepted with a warning for one release."""
 
 
 @dataclass(frozen=True)
 class DeviceOffer:
-    """A device that may be had: price of one for an hour, None where nobody gave one; most: how many there are."""
+    """A device that the planner may use.
+
+    profile: its cost profile.
+    price: of one device for an hour, in any currency; None if not given.
+    max_count: how many are available.
+    """
 
     profile: Profile
     price: float | None = None
-    most: int = MAX_DEVICES
+    max_count: int = MAX_DEVICES
 
 
 def read_devices(text: str, model: str) -> list[DeviceOffer]:
-    """The devices of a file if `text` names one, else of built-in profiles of `model`, with commas between them.
+    """Read the devices from the file `text`, or from comma-separated names of built-in profiles of `model`.
 
-    Raises ConfigError, in one line, for a file of another form, an unknown device, or prices of some devices only.
+    Raises ConfigError for a file of another form, an unknown device, or prices for some devices only.
     """
     path = Path(text)
     if not path.is_file():
         if path.suffix in (".yaml", ".yml", ".json"):
-            raise ConfigError(f"--devices {text}: there is no such file")
+            raise ConfigError(f"--devices {text}: no such file")
         words = [word.strip() for word in text.split(",") if word.strip()]
         if not words:
             raise ConfigError("--devices names nothing; give devices such as h100,h200 or a file")
@@ -49,21 +57,20 @@ def read_devices(text: str, model: str) -> list[DeviceOffer]:
 
 
 def _device(row: dict[Any, Any], model: str, where: str) -> DeviceOffer:
+    row = accept_old_keys(row, RENAMED, where)
     unknown = [str(key) for key in row if key not in FIELDS]
     if unknown or ("device" in row) == ("profile" in row):
-        raise ConfigError(
-            f"{where}: a device has either device or profile, and of {', '.join(FIELDS[2:])} what is known"
-        )
+        raise ConfigError(f"{where}: give each device either device or profile, and optionally {', '.join(FIELDS[2:])}")
     profile = get_profile(str(row["device"]), model) if "device" in row else load_profile(Path(str(row["profile"])))
     price, error = _number(row, "price", where), _number(row, "error", where)
-    most = row.get("most", MAX_DEVICES)
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise ConfigError(f"{where}: most is {most!r}; it must be a number of devices")
+    max_count = row.get("max_count", MAX_DEVICES)
+    if isinstance(max_count, bool) or not isinstance(max_count, int) or max_count < 1:
+        raise ConfigError(f"{where}: max_count is {max_count!r}; it must be a whole number of at least 1")
     if price is not None and price <= 0.0:
-        raise ConfigError(f"{where}: a price is {price:g}; it must be above 0, or not given at all")
+        raise ConfigError(f"{where}: price is {price:g}; it must be above 0, or absent")
     if error is not None and not 0.0 <= error < 1.0:
-        raise ConfigError(f"{where}: an error is {error:g}; it must be a share from 0 to below 1")
-    return DeviceOffer(profile if error is None else replace(profile, error=error), price, most)
+        raise ConfigError(f"{where}: error is {error:g}; it must be at least 0 and below 1")
+    return DeviceOffer(profile if error is None else replace(profile, error=error), price, max_count)
 
 
 def _number(row: dict[Any, Any], key: str, where: str) -> float | None:

@@ -66,7 +66,8 @@ def no_capacity_plan_notes(eliminated: Sequence[EliminatedOption]) -> Iterator[s
     """What a reader must know where no fleet is enough: how near each kind came, and on which cost models."""
     for one in eliminated:
         part = "the requests" if one.part == 1.0 else f"the requests of the busiest {100 * one.part:.0f} %"
-        yield f"{one.option.name}: at most {_percent(one.attainment)} of {part} in time with {one.option.most} replicas"
+        share = f"{_percent(one.attainment)} of {part}"
+        yield f"{one.option.name}: at most {share} in time with {one.option.max_replicas} replicas"
     yield from _errors(one.option.setup.profile for one in eliminated)
 
 

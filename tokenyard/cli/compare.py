@@ -23,7 +23,7 @@ from tokenyard.cli.simulation_arguments import (
 )
 from tokenyard.cli.task_pool import TaskPool, add_ray_argument
 from tokenyard.cli.terminal import command_line
-from tokenyard.sim.engine.oracle import with_oracle
+from tokenyard.sim.planner.oracle_bounds import with_oracle
 from tokenyard.sim.report.comparison import write_report
 from tokenyard.sim.report.summary import fleet_summary
 from tokenyard.sim.report.timeline import Timeline

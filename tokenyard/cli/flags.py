@@ -22,6 +22,7 @@ import yaml
 
 from tokenyard.base import ConfigError
 from tokenyard.base.declare import Declaration, declarations
+from tokenyard.base.deprecation import warn_renamed
 from tokenyard.base.settings import TenantSettings
 from tokenyard.config import GROUPS, ClassTargets, Settings
 from tokenyard.policy.registry import ALIASES, POLICIES
@@ -356,6 +357,42 @@ def _list_file_only(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> N
     note = textwrap.fill(parser.epilog or "", width)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join([*lines, "", note]).replace("%", "%%")
+
+
+class _DeprecatedFlag(argparse.Action):
+    """Accepts the old name of a flag: warns, then does what the new flag does."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, replacement: argparse.Action, **kwargs: Any
+    ) -> None:
+        super().__init__(option_strings, dest, **kwargs)
+        self._replacement = replacement
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        """Store `values` as the new flag does."""
+        new = self._replacement.option_strings[0]
+        warn_renamed(str(option_string), new)
+        self._replacement(parser, namespace, values, new)
+
+
+def add_deprecated_flag(group: argparse._ActionsContainer, old: str, replacement: argparse.Action) -> None:
+    """Accept `old` for one release as a name of the flag that `add_argument` returned as `replacement`.
+
+    Using it logs a warning; the help does not show it.
+    """
+    group.add_argument(
+        old,
+        dest=replacement.dest,
+        action=_DeprecatedFlag,
+        replacement=replacement,
+        nargs=replacement.nargs,
+        type=replacement.type or str,
+        choices=replacement.choices,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
 
 
 def hide_other_flags(parser: argparse.ArgumentParser, word: str) -> None:

@@ -24,7 +24,7 @@ from tokenyard.cli.simulation_arguments import (
 )
 from tokenyard.cli.task_pool import TaskPool, add_ray_argument
 from tokenyard.cli.terminal import command_line
-from tokenyard.sim.planner.load_search import largest_scale
+from tokenyard.sim.planner.trial import largest_scale
 from tokenyard.sim.report.comparison import facts_of, slo_text, trust, write_curves
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import Outcome, Setup, simulate

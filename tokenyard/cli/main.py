@@ -11,7 +11,7 @@ from typing import Any
 from tokenyard.base import TokenyardError
 from tokenyard.base.version import __version__
 from tokenyard.cli.bench_arguments import add_bench_arguments
-from tokenyard.cli.flags import Parser, add_setting_flags, hide_other_flags, split_help_word
+from tokenyard.cli.flags import Parser, add_deprecated_flag, add_setting_flags, hide_other_flags, split_help_word
 from tokenyard.cli.terminal import drop_output, flush_output, is_write_error, prepare_terminal
 
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -87,7 +87,10 @@ def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="OUT", help="write the numbers of the simulation")
     parser.add_argument("--report", metavar="OUT", help="write the simulation beside the tape as an HTML page")
-    parser.add_argument("--own-policies", action="store_true", help="load the user policies that the tape names")
+    user_policies = parser.add_argument(
+        "--user-policies", action="store_true", help="load the user policies that the tape names"
+    )
+    add_deprecated_flag(parser, "--own-policies", user_policies)
 
 
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:

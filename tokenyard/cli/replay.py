@@ -52,7 +52,7 @@ def replay(namespace: argparse.Namespace) -> int:
     path = Path(namespace.file)
     tape = Tape(read_bytes(path), path.name)
     history = TapeHistory(tape.header.origin)
-    run = Replay(tape, history, namespace.own_policies)
+    run = Replay(tape, history, namespace.user_policies)
     report = run.run()
     print_report(tape, report)
     if report.difference is not None:

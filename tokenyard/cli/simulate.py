@@ -10,8 +10,8 @@ from typing import BinaryIO
 from rich.progress import Progress
 
 from tokenyard.base import ConfigError, StepPlan, StepWork
-from tokenyard.cli.disagg_arguments import print_transfers
 from tokenyard.cli.fleet_table import print_fleets
+from tokenyard.cli.kv_arguments import print_transfers
 from tokenyard.cli.simulation_arguments import (
     ORACLE,
     add_oracle_argument,
@@ -24,9 +24,8 @@ from tokenyard.cli.simulation_arguments import (
     write_numbers,
 )
 from tokenyard.cli.terminal import command_line
-from tokenyard.sim.engine.oracle import with_oracle
 from tokenyard.sim.engine.sim_scheduler import StepObserver
-from tokenyard.sim.planner.oracle_bounds import attainment_bound, endless_cache
+from tokenyard.sim.planner.oracle_bounds import attainment_bound, endless_cache, with_oracle
 from tokenyard.sim.report.comparison import write_report
 from tokenyard.sim.report.summary import fleet_summary
 from tokenyard.sim.report.timeline import PerfettoTrace, Timeline

@@ -19,9 +19,8 @@ from rich.text import Text
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.base.percent import percent
 from tokenyard.base.ranges import NumberRange
-from tokenyard.cli.disagg_arguments import add_disagg_arguments, disagg_settings
 from tokenyard.cli.flags import Flag, all_flags
-from tokenyard.cli.kv_store_arguments import add_kv_store_arguments, kv_store_settings_of
+from tokenyard.cli.kv_arguments import add_disagg_arguments, add_kv_store_arguments, disagg_settings, kv_store_settings
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.routing.choice import POLICY_NAMES
@@ -311,7 +310,7 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
         fleet=read_fleet(args.fleet, args.profile_model) if args.fleet is not None else Fleet(),
         disagg=disagg_settings(args),
         speculation=_speculation(args),
-        kv_store=kv_store_settings_of(
+        kv_store=kv_store_settings(
             args, enabled=settings.enable_hierarchical_cache and not settings.disable_radix_cache
         ),
     )
@@ -399,7 +398,7 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("late p99.9 / max (s)", lambda s: _pair(s["late_s"], "p999", "max")),
     ("output tokens/s", lambda s: f"{s['throughput_tokens_per_s']:.0f}"),
     ("prefix hit rate", lambda s: _share(s["prefix_hit_rate"])),
-    ("  and from tiers below", lambda s: _share(s["tiers"]["hit_rate"]) if "tiers" in s else "-"),
+    ("  from the KV store", lambda s: _share(s["kv_store"]["hit_rate"]) if "kv_store" in s else "-"),
     ("preemptions", lambda s: f"{s['preemptions']}"),
     (
         "drafts right / verified",

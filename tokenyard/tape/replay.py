@@ -142,7 +142,7 @@ class Replay:
     def _check_policy(self, name: str) -> None:
         if USER_POLICY_MARK in name and not self._user_policies:
             raise ConfigError(
-                f"{self._tape.name} names the user-defined policy {name}; --own-policies allows loading its code"
+                f"{self._tape.name} names the user-defined policy {name}; --user-policies allows loading its code"
             )
 
 

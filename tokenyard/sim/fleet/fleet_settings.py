@@ -12,12 +12,15 @@ from typing import Any
 import yaml
 
 from tokenyard.base import ConfigError
+from tokenyard.base.deprecation import accept_old_keys
 from tokenyard.cost import Profile, get_profile, load_profile
 
 QUEUE_SIZE, QUEUE_TIMEOUT_S, QUEUE_AGING_S = 1000, 60.0, 10.0
 """The defaults of `tokenyard route`."""
 
-ROUTER_KEYS = ("routers", "dp_aware", "load_balance_method", "believed_pool_tokens")
+ROUTER_KEYS = ("routers", "dp_aware", "load_balance_method", "assumed_pool_tokens")
+RENAMED_KEYS = {"believed_pool_tokens": "assumed_pool_tokens"}
+"""Old keys, accepted with a warning for one release."""
 QUEUE_KEYS = ("max_worker_requests", "queue_size", "queue_timeout_s", "queue_aging_s", "tenant_weights")
 LOAD_BALANCE_METHODS = ("predicted_ttft", "cache_aware", "shortest_queue", "total_tokens", "round_robin")
 """How an engine with several ranks can choose one: policies of the router."""
@@ -69,7 +72,7 @@ class Fleet:
     """The routers in front of the replicas, and what happens to both.
 
     kv_event_lag_s: delay of KV events; None if routers use only their own routing decisions. kv_event_loss: share of
-    the batches of events that get lost. believed_pool_tokens: the KV pool that routers believe a replica to have, 0 for
+    the batches of events that get lost. assumed_pool_tokens: the KV pool that routers assume a replica to have, 0 for
     the true one. dp_aware: routers choose the rank of a replica with several; otherwise the replica does, by
     `load_balance_method`. max_worker_requests and the queue are those of `tokenyard route`; 0 is as many as the replica
     runs at a time. profiles: devices of replicas that have another one than the setup's.
@@ -78,7 +81,7 @@ class Fleet:
     routers: int = 1
     kv_event_lag_s: float | None = None
     kv_event_loss: float = 0.0
-    believed_pool_tokens: int = 0
+    assumed_pool_tokens: int = 0
     faults: tuple[Fault, ...] = ()
     drains: tuple[Drain, ...] = ()
     stops: tuple[ProcessStop, ...] = ()
@@ -95,7 +98,7 @@ class Fleet:
         """Raise ConfigError for numbers out of range."""
         if self.routers < 1 or not 0.0 <= self.kv_event_loss <= 1.0 or (self.kv_event_lag_s or 0.0) < 0.0:
             raise ConfigError("a fleet needs at least 1 router, a loss from 0 to 1 and a lag that is not negative")
-        if min(self.max_worker_requests, self.queue_size, self.queue_aging_s, self.believed_pool_tokens) < 0:
+        if min(self.max_worker_requests, self.queue_size, self.queue_aging_s, self.assumed_pool_tokens) < 0:
             raise ConfigError("the queue of a fleet's router takes no negative numbers")
         if not self.queue_timeout_s > 0.0 or not all(weight > 0.0 for weight in self.tenant_weights.values()):
             raise ConfigError("queue_timeout_s and the tenant_weights of a fleet must be above 0")
@@ -148,6 +151,7 @@ class _Reader:
 
     def fleet(self, document: Mapping[str, Any]) -> Fleet:
         """Everything in it."""
+        document = accept_old_keys(document, RENAMED_KEYS, f"--fleet {self.path}")
         known = (*ROUTER_KEYS, "queue", "kv_events", "workers", "events")
         self._known("a fleet", document, known)
         changes = {key: document[key] for key in ROUTER_KEYS if key in document}

@@ -120,7 +120,7 @@ class SimRouter:
         self._preempts_by = preempts_by(asdict(places.settings))
         for number, target in enumerate(self.targets):
             target.kv_tokens = places.pools[places.replica_of(number)] * places.per_target
-            held = fleet.believed_pool_tokens or target.kv_tokens
+            held = fleet.assumed_pool_tokens or target.kv_tokens
             self.index.limit(target.name, max(held // BLOCK_TOKENS, 1))
 
     @property

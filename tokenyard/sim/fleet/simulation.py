@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
@@ -19,7 +19,6 @@ from tokenyard.sim.engine.speculation import SimDrafter
 from tokenyard.sim.fleet.dp_ranks import TENANT_USE_EVERY_NS, exchange_tenant_usage, shares_tenants
 from tokenyard.sim.fleet.fleet_events import FleetEvent, fleet_events
 from tokenyard.sim.fleet.fleet_settings import Fleet
-from tokenyard.sim.fleet.totals import run_of, sum_of
 from tokenyard.sim.kv.disagg_routing import DisaggRouting, make_routing
 from tokenyard.sim.kv.kv_store import KvStoreCounters, SimKvStore
 from tokenyard.sim.kv.pd_network import Network, NetworkSizes
@@ -27,6 +26,7 @@ from tokenyard.sim.outcome import (
     FINISHED,
     REJECTED,
     Outcome,
+    SchedulerRun,
     Setup,
     blank_outcome,
     executor_info,
@@ -445,7 +445,7 @@ class Simulation:
         outcome.workload = self._arrivals.with_actual_arrivals()
         replicas = [unit.replica for unit in self._units]
         lives = [[*ended, replica] for ended, replica in zip(self._ended, replicas, strict=True)]
-        outcome.schedulers = [run_of(one) for one in lives]
+        outcome.schedulers = [_run_of(one) for one in lives]
         outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
         if self._kv_stores:
             outcome.kv_store = KvStoreCounters()
@@ -459,7 +459,7 @@ class Simulation:
         outcome.decision_hash = (
             digests[0] if len(digests) == 1 else blake2b(b"".join(digests), digest_size=HASH_BYTES).digest()
         ).hex()
-        outcome.counters = sum_of([run.counters for run in outcome.schedulers])
+        outcome.counters = _sum_of([run.counters for run in outcome.schedulers])
         if self._routing is not None:
             for name, times in self._routing.retried.items():
                 outcome.counters[name] -= times
@@ -480,3 +480,18 @@ class Simulation:
         if state.policy_note or unit.adapter is not None or state.policy == self._described:
             return state.policy_note
         return f"ended as {state.policy}"
+
+
+def _run_of(lives: list[SimScheduler]) -> SchedulerRun:
+    """The totals of a scheduler over all its lives: a new one begins when its engine is killed."""
+    counters = [asdict(life.scheduler.snapshot(life.now).counters) for life in lives]
+    return SchedulerRun(sum(life.busy_ns for life in lives) / NS_PER_S, _sum_of(counters), len(lives) - 1)
+
+
+def _sum_of(counters: list[dict[str, int]]) -> dict[str, int]:
+    """The sum of each counter, by name."""
+    totals: dict[str, int] = {}
+    for one in counters:
+        for name, number in one.items():
+            totals[name] = totals.get(name, 0) + number
+    return totals

@@ -242,7 +242,7 @@ class CapacityPlanner:
         assert replicas is not None
         first: float | None = size.attainment
         for more in range(MAX_CORRECTIONS):
-            if replicas + more > option.most:
+            if replicas + more > option.max_replicas:
                 break
             seeds = range(0 if first is None else 1, self._seeds)
             traffics = [replace(self._whole, seed=seed) for seed in seeds]
@@ -355,7 +355,7 @@ def _moved(found: SizedFleet, usual: _PartSizing, other: SizingResult) -> Sizing
     if other.replicas is None or usual.enough is None:
         return other
     replicas = max(found.replicas + other.replicas - usual.replicas, 1)
-    return replace(other, replicas=replicas if replicas <= found.option.most else None)
+    return replace(other, replicas=replicas if replicas <= found.option.max_replicas else None)
 
 
 def _knowing(sizing: Sizing, replicas: int, share: float) -> Sizing:

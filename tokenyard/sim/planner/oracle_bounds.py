@@ -1,12 +1,15 @@
-"""Oracle bounds that no scheduler can beat, on attainment and on the prefix hit rate."""
+"""Upper bounds: on attainment and the prefix hit rate for any scheduler, and on what predicting answers can gain."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from tokenyard.base import Float64Array, Int64Array
 from tokenyard.cost import Profile, unloaded_prefill_s
-from tokenyard.sim.simulate import DefaultSlo
+from tokenyard.policy.registry import canonical_name
+from tokenyard.policy.sjf import ShortestJobFirst
+from tokenyard.sim.simulate import DefaultSlo, Setup
 from tokenyard.sim.traces.conversations import PrefixHashes
 from tokenyard.sim.traces.prompt_ids import ANSWER_STREAM, BlankContent, UniqueContent, stream_tokens
 from tokenyard.sim.traces.workload import Workload
@@ -107,3 +110,16 @@ def endless_cache(workload: Workload, page_tokens: int) -> EndlessCache:
     shared = np.bincount(owner, ((copies > 1) | answered)[which], len(workload)).astype(np.int64)
     hits = len(which) - int(np.count_nonzero(~answered))
     return EndlessCache(hits * page_tokens / float(workload.prompt_tokens.sum(dtype=np.int64)), shared * page_tokens)
+
+
+def with_oracle(setup: Setup) -> Setup:
+    """`setup` with each request's max_new_tokens set to its true length, which all predictions then use.
+
+    Two settings predict answers: `headroom`, unless it is "none", and the policy `short-first` (`sjf`).
+    """
+    settings = setup.settings
+    changes: dict[str, Any] = {} if settings.headroom == "none" else {"headroom": "limit"}
+    if canonical_name(settings.schedule_policy) == ShortestJobFirst.name:
+        # The longest answer so far, cut to max_new_tokens: the truth for all but the longest ones.
+        changes["policy_options"] = {**settings.policy_options, "quantile": 1.0}
+    return replace(setup, settings=replace(settings, **changes), oracle=True)

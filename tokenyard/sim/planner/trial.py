@@ -6,13 +6,14 @@ from math import ceil, floor
 
 import numpy as np
 
-from tokenyard.base import Float64Array
+from tokenyard.base import ConfigError, Float64Array
 from tokenyard.sim.fleet.simulation import Simulation
 from tokenyard.sim.outcome import Setup
 from tokenyard.sim.traces.prompt_ids import UniqueContent
 from tokenyard.sim.traces.workload import Workload
 
 CHECK_REQUESTS = 128
+MAX_DOUBLINGS = 12
 MIN_PART_REQUESTS = 1500
 """Requests of the shortest part of a trace that tells anything."""
 
@@ -35,7 +36,7 @@ class FleetOption:
     setup: Setup
     policy: str
     price: float | None
-    most: int
+    max_replicas: int
     prefill_share: float = 0.0
 
     @property
@@ -113,8 +114,11 @@ class Sizing:
 
 @dataclass(frozen=True)
 class SizingResult:
-    """What came of it: None if `option.most` replicas are not enough. attainment: at least that of this number, or a
-    bound on what as many as may be had attain. trials: simulations that it took.
+    """The result of a search.
+
+    replicas: the fewest that meet the target, None if `option.max_replicas` do not.
+    attainment: a lower bound on the attainment of `replicas`, or an upper bound on that of `option.max_replicas`.
+    trials: number of simulations that the search ran.
     """
 
     sizing: Sizing
@@ -210,9 +214,9 @@ def _searched(workload: Workload, sizing: Sizing, sieve: Sizing | None = None) -
         return found[replicas] >= sizing.target
 
     start = sizing.start or guess(workload, sizing)
-    replicas = smallest(meets, start, sizing.option.most, sizing.too_few, sizing.enough)
+    replicas = smallest(meets, start, sizing.option.max_replicas, sizing.too_few, sizing.enough)
     unseen = 0.0 if replicas is None else sizing.target
-    return SizingResult(sizing, replicas, found.get(replicas or sizing.option.most, unseen), trials)
+    return SizingResult(sizing, replicas, found.get(replicas or sizing.option.max_replicas, unseen), trials)
 
 
 def smallest(
@@ -237,6 +241,38 @@ def smallest(
             probe = (low + high) // 2
         step *= 2
     return high
+
+
+def largest_scale(meets: Callable[[float], bool], start: float = 1.0, tolerance: float = 0.01) -> float:
+    """The largest rate scale for which `meets` holds, within a relative `tolerance`; 0 if not even a tiny one does.
+
+    `meets` must hold below the answer and fail above it. First the answer is bracketed by doubling or halving `start`,
+    then bisected. Raises ConfigError if no bracket is found within `MAX_DOUBLINGS` doublings upwards.
+    """
+    low, high = 0.0, start
+    if meets(start):
+        low, high = _double(meets, start)
+    else:
+        for _ in range(MAX_DOUBLINGS):
+            if meets(high / 2):
+                low = high / 2
+                break
+            high /= 2
+        if low == 0.0:
+            return 0.0
+    while high - low > tolerance * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low
+
+
+def _double(meets: Callable[[float], bool], start: float) -> tuple[float, float]:
+    scale = start
+    for _ in range(MAX_DOUBLINGS):
+        if not meets(2 * scale):
+            return scale, 2 * scale
+        scale *= 2
+    raise ConfigError(f"the target is met even at {scale:g} times the trace's rate; is the trace long enough to tell?")
 
 
 def guess(workload: Workload, sizing: Sizing) -> int:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from tokenyard.base import Float64Array
 from tokenyard.base.version import __version__
-from tokenyard.sim.report.colours import PARTS, PLAIN, colours_of
 from tokenyard.sim.report.svg_charts import Chart
 from tokenyard.ui.files import read_file
 
@@ -25,6 +25,22 @@ SETTING_MARK = ": "
 """A series called `setting: part` has the setting's colour."""
 
 X_DIGITS, Y_DIGITS = 6, 4
+
+SLOTS = 16
+"""Number of colours in the pages' theme, `--s1` to `--s16`."""
+
+_KNOWN = (
+    *("fcfs", "slo", "lpm", "priority", "edf", "short-first", "vtc", "dlpm"),
+    *("adaptive", "mlfq", "hrrn", "dfs-weight", "lof", "random", "sglang-default", "vllm-default"),
+)
+PARTS = {
+    **{"waiting": "s3", "running": "s1", "prefill": "s1", "decode": "s2", "held": "s1", "step": "s1"},
+    **{"on the tape": "ink-2", "measured": "s1", "simulated": "s1", "what if": "s3"},
+}
+"""Colours of series that are not settings, as on the live page."""
+
+PLAIN = "muted"
+"""The colour of bounds and targets."""
 
 
 @dataclass(frozen=True)
@@ -202,3 +218,24 @@ def _colour(label: str, colours: Mapping[str, str], fallback: Mapping[str, str])
 def _rounded(values: Float64Array, digits: int) -> list[float]:
     """Values with so many digits, as short as JSON writes them."""
     return [int(one) if one.is_integer() else one for one in (float(f"{value:.{digits}g}") for value in values)]
+
+
+def colours_of(names: Sequence[str]) -> dict[str, str]:
+    """The theme's colour of each setting, by name.
+
+    A setting has the same colour on every page: known names have a fixed one, others one by a hash of the name. Two
+    settings of one page share a colour only if there are more than `SLOTS`.
+    """
+    found = {name: PARTS[name] for name in names if name in PARTS}
+    wanted = {name: _KNOWN.index(name) if name in _KNOWN else crc32(name.encode()) % SLOTS for name in names}
+    taken: set[int] = set()
+    # Known names first, so that no other name takes the colour of one.
+    for name in sorted(set(names) - found.keys(), key=lambda name: (name not in _KNOWN, names.index(name))):
+        place = next((one for one in _from(wanted[name]) if one not in taken), wanted[name])
+        taken.add(place)
+        found[name] = f"s{place + 1}"
+    return found
+
+
+def _from(place: int) -> list[int]:
+    return [(place + step) % SLOTS for step in range(SLOTS)]

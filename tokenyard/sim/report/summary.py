@@ -104,14 +104,20 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "wall_seconds": round(outcome.wall_seconds, 3),
         "decision_hash": outcome.decision_hash,
         **transferred,
-        **(
-            {} if outcome.kv_store is None else {"tiers": kv_store_figures(outcome.kv_store, counters["prompt_tokens"])}
-        ),
+        **_kv_store(outcome),
     }
 
 
+def _kv_store(outcome: Outcome) -> dict[str, Any]:
+    """The figures of the KV store, and once more under `tiers`, their key before it was renamed; empty without one."""
+    if outcome.kv_store is None:
+        return {}
+    figures = kv_store_figures(outcome.kv_store, outcome.counters["prompt_tokens"])
+    return {"kv_store": figures, "tiers": figures}
+
+
 def kv_store_figures(kv_store: KvStoreCounters, prompt_tokens: int) -> dict[str, Any]:
-    """What tiers below the device did. hit_rate: the share of the prompts' tokens that was loaded from there."""
+    """Figures of the KV store. hit_rate: the share of the prompts' tokens that was loaded from it."""
     return {
         "hit_rate": round(kv_store.loaded / max(prompt_tokens, 1), 6),
         "loaded_tokens": kv_store.loaded,
