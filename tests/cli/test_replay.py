@@ -107,7 +107,7 @@ def test_outputs_that_cannot_be_are_refused_before_the_work(tape, capsys, argv, 
 
 def test_a_missing_or_foreign_file_is_one_clear_line(tmp_path, capsys):
     (tmp_path / "x").write_text("hello")
-    for path, complaint in ((tmp_path / "nothing", "cannot read"), (tmp_path / "x", "is no tape")):
+    for path, complaint in ((tmp_path / "nothing", "cannot read"), (tmp_path / "x", "is not a tape")):
         status, _, err = run(capsys, path)
         assert (status, err.count("\n")) == (2, 1)
         assert complaint in err

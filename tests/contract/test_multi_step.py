@@ -26,7 +26,7 @@ from tokenyard.base import (
 from tokenyard.cost import OnlineCost
 from tokenyard.policy import POLICIES
 from tokenyard.scheduler import Scheduler
-from tokenyard.scheduler.row_list import RowList
+from tokenyard.scheduler.request_table import RowList
 from tokenyard.scheduler.scheduler_state import prior_cost_model
 from tokenyard.sim.simulate import Outcome, Setup, simulate
 from tokenyard.sim.traces.synthetic import synthetic

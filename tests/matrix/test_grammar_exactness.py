@@ -13,7 +13,7 @@ from tests.scheduler.harness import Yard
 from tokenyard.base import NO_TOKENS, Int32Array, OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.model_loader import load_executor
-from tokenyard.scheduler.counters import Counters
+from tokenyard.scheduler.request_observer import Counters
 from tokenyard.scheduler.row_state import Gate
 
 GRAMMARS = (

@@ -314,7 +314,7 @@ def test_results_must_come_in_order():
     yard.launch()
     yard.launch()
     result = yard.executor.collect(yard.tickets[1])
-    with pytest.raises(ValueError, match="came before that of"):
+    with pytest.raises(ValueError, match="arrived before that of"):
         yard.scheduler.commit(result, 1)
 
 

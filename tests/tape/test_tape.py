@@ -294,13 +294,13 @@ def test_the_tape_ends_with_the_call_that_went_wrong():
     yard = TapedYard(small(), small_info())
     yard.submit([5, 6], max_new=4)
     yard.launch()
-    with pytest.raises(ValueError, match="came before that of"):
+    with pytest.raises(ValueError, match="arrived before that of"):
         yard.scheduler.commit(replace(yard.executor.collect(yard.tickets[0]), step=9), yard.now)
     *_, last = yard.tape().records()
     assert last.body == Raised("ValueError")
     assert replay(yard.tape()).difference is None
     cut = Tape(yard.file.getvalue()[: -len(b"\xaaValueError") - 14], "cut")
-    assert "came before that of" in replay(cut).last_error
+    assert "arrived before that of" in replay(cut).last_error
 
 
 def recording():
@@ -438,8 +438,8 @@ def test_what_is_no_tape_is_refused_in_one_line():
     begin = len(b"tokenyard tape 2\n") + 4
     damaged[begin : begin + 8] = b"\xc1" * 8
     for wrong, complaint in (
-        (b"", "is no tape"),
-        (b"PK\x03\x04 something else", "is no tape"),
+        (b"", "is not a tape"),
+        (b"PK\x03\x04 something else", "is not a tape"),
         (data.replace(b"tape %d\n" % VERSION, b"tape 99\n", 1), "version 99"),
         (with_header(data, lambda header: header["origin"]["settings"].update(warp=9)), r"origin\.settings\.warp"),
         (header, "cut off within the header"),

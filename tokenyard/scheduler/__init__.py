@@ -1,6 +1,6 @@
-"""The scheduler core: events in, plans out. No IO, no clock, no torch."""
+"""The scheduler core, a function from events to plans. No IO, no clock, no torch."""
 
-from tokenyard.scheduler.counters import Counters
+from tokenyard.scheduler.request_observer import Counters
 from tokenyard.scheduler.row_state import Gate, RowState
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.scheduler.snapshot import Snapshot

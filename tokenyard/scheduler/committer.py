@@ -1,4 +1,4 @@
-"""Commits the result of a step: lengths advance, tokens are appended, prompts go to the tree, requests end."""
+"""Commits the result of a step: advances lengths, appends tokens, inserts prompts into the tree, ends requests."""
 
 import numpy as np
 
@@ -16,8 +16,9 @@ class Committer:
         self._planner = planner
 
     def commit(self, plan: StepPlan, rows: Int32Array, result: StepResult, now: int) -> None:
-        """Apply `result` of `plan`, whose columns belong to table `rows` (int32[n]). Rows that were retracted or ended
-        since then are skipped.
+        """Apply the `result` of `plan`, whose columns belong to table `rows` (int32[n]).
+
+        Rows that were retracted or ended since then are skipped.
         """
         state = self._state
         state.memory.committed(plan.last_step)
@@ -44,7 +45,7 @@ class Committer:
                 state.table.acceptance_rate[rows[alive]] = result.chances[alive]
         if ended:
             state.sweep()
-        # Copying adapters to the device takes time that is none of the work.
+        # The fitted terms do not include the time to copy adapters to the device.
         if state.cost is not None and state.cost.learns and not plan.adapter_loads:
             state.cost.learn(step_work(plan), result.seconds)
 
@@ -96,7 +97,7 @@ class Committer:
         return ended
 
     def _count_drafts(self, plan: StepPlan, rows: Int32Array, alive: BoolArray, accepted: Int32Array) -> None:
-        """Count the drafts that a step verified, in all and of each row that is there still."""
+        """Count the drafts that a step verified, in total and for each row that is still alive."""
         verify, table = slice(plan.decode_rows, plan.chunks_from), self._state.table
         self._state.observer.verified(plan.counts[verify], accepted[verify])
         own, live = rows[verify], alive[verify]
@@ -111,7 +112,7 @@ class Committer:
         return bool(len(done))
 
     def _commit_chunks(self, rows: Int32Array, now: int) -> bool:
-        """Give the computed prompts to the tree; end rows with max_new_tokens 0. Returns whether any row ended."""
+        """Insert computed prompts into the tree; end rows with max_new_tokens 0. Returns whether any row ended."""
         state, table, ended = self._state, self._state.table, False
         for row in rows.tolist():
             self._cache_unfinished(row)

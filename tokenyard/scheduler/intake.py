@@ -1,4 +1,4 @@
-"""Takes in new requests: refuses what can never run, makes room in a full queue, and lets the others join it."""
+"""Accepts new requests: refuses those that can never run, makes room in a full queue, and queues the others."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ Refusal = tuple[AbortCause, str]
 
 
 def accept_request(state: SchedulerState, event: Submit, now: int) -> list[int]:
-    """Let a request join the queue, one row per answer. Returns the rows, none for a request that ended at once.
+    """Queue a request, one row per answer. Returns the rows, none for a request that ended immediately.
 
     Raises ValueError for a number that is in use.
     """
@@ -81,13 +81,14 @@ def _end_whole_answer(state: SchedulerState, request: Request, row: int, now: in
 
 
 def _make_room(state: SchedulerState, rows: list[int], now: int) -> Refusal | None:
-    """Make room in a full queue for new `rows` by ending requests that the policy displaces; returns like
-    `_refusal`.
+    """Make room in a full queue for new `rows` by ending requests that the policy displaces.
+
+    Returns why `rows` are refused, or None.
     """
     full = state.settings.max_queued_requests
     tenant = state.table.request(rows[0]).tenant
     if state.limits.queue_is_full(state.table, tenant, state.waiting.rows, rows):
-        message = f"tenant {tenant!r} has the most waiting requests that it may have; try again later"
+        message = f"tenant {tenant!r} has reached its limit of waiting requests; try again later"
         return "tenant_limit", message
     if full < 0:
         return None

@@ -1,8 +1,9 @@
 """Which prefixes of the tree go to the KV store, and when: the core's half of a hierarchical cache.
 
-A node of the tree is offered once, as a `Store` of everything from the root to its end, so that what a store holds has
-no gap; the store takes what it lacks. The pages are locked until `PagesReleased`. As many tokens as `_MAX_SHARE` of the
-pool are offered at a time; the rest waits in the tree, and what is evicted meanwhile is not stored.
+A node of the tree is offered once, as a `Store` of everything from the root to its end, so that stored prefixes have no
+gap; the store copies what it lacks. The pages are locked until `PagesReleased`. At most the part `_MAX_SHARE` of the
+pool's tokens is locked at a time, or a single larger offer. The rest waits in the tree; if it is evicted meanwhile, it
+is not stored.
 """
 
 from dataclasses import dataclass
@@ -17,17 +18,18 @@ from tokenyard.scheduler.memory import KvMemory
 
 _MAX_SHARE = 8
 """The part of the pool, as a divisor, that may be locked for stores at a time."""
-_LOW_SHARE = 4
-"""Under write_back what is next to be evicted is stored while less than this part of the pool is free."""
 
+_LOW_SHARE = 4
+"""Under write_back, the next nodes to be evicted are stored while less than this part of the pool is free."""
 
 _MAX_ATTEMPTS = 4
-"""Offers after which a request that lost its place has its pages in the tree, or has lost some of them."""
+"""Calls of `offer` after which a retracted request's pages are in the tree, or some of them are evicted."""
 
 
 @dataclass(slots=True)
 class SwappedPrefix:
-    """The first `tokens` tokens (`key`) of a request that lost its place, and how often they were looked for."""
+    """The first `tokens` tokens (`key`) of a retracted request; `attempts`: how often the tree was searched for
+    them."""
 
     key: bytes
     tokens: int
@@ -39,8 +41,8 @@ class KvStoreQueue:
     """Nodes that wait to be stored, and those whose pages are locked for it. A `PrefixListener` of the tree.
 
     By policy a node is offered when it enters the tree (write_through), at its first hit
-    (write_through_selective), or when free memory runs low and it is next to be evicted (write_back); by all of them
-    when its request loses its place (swap-out): it is paused, preempted, or pages have run out.
+    (write_through_selective), or when free memory runs low and it is next to be evicted (write_back). Under all
+    policies it is also offered when its request is retracted (swap-out): paused, preempted, or out of pages.
     """
 
     def __init__(self, settings: SchedulerSettings, memory: KvMemory) -> None:
@@ -67,20 +69,20 @@ class KvStoreQueue:
         """Offers whose pages are locked now."""
         return len(self._locked)
 
-    # ---- what the tree tells ---------------------------------------------------------------------------------------
+    # ---- changes of the tree ---------------------------------------------------------------------------------------
 
     def inserted(self, parent: Any, node: Any) -> None:
-        """A new node: it waits, if the policy stores everything."""
+        """A new node waits if the policy stores everything."""
         if self._policy == "write_through":
             self._enqueue(node)
 
     def split(self, upper: Any, lower: Any) -> None:
-        """Both halves of a node that was offered were offered; of one that waits, the lower one brings the upper."""
+        """Both halves of an offered node count as offered; a waiting lower half's offer covers the upper half."""
         if lower in self._offered:
             self._offered.add(upper)
 
     def evicted(self, node: Any) -> None:
-        """A node that still waits is lost to the store."""
+        """A node that still waits is not stored."""
         self._offered.discard(node)
         if node in self._waiting:
             del self._waiting[node]
@@ -96,7 +98,7 @@ class KvStoreQueue:
     # ---- offers ----------------------------------------------------------------------------------------------------
 
     def offer(self) -> list[Store]:
-        """The next prefixes to store, as far as there is room; their pages are locked from now on."""
+        """The next prefixes to store, as far as there is room, with their pages locked."""
         if self._policy == "write_back":
             self._enqueue_next_evicted()
         if self._swaps:
@@ -111,21 +113,22 @@ class KvStoreQueue:
         return offers
 
     def enqueue_all(self) -> None:
-        """Let every node that was never offered wait, as the engine ends."""
+        """Queue every node that was not offered. Called as the engine ends."""
         for node in self._memory.tree.nodes():
             self._enqueue(node)
 
     def keep(self, tokens: Int32Array, computed: int, namespace: str) -> None:
-        """The request with these tokens loses its place: what it has computed goes down, by whatever policy.
+        """The request with these tokens (int32[n]) is retracted: offer what it has computed, under any policy.
 
-        Its pages enter the tree once no plan in flight uses them, so that they are looked for in the next offers.
+        Its pages enter the tree once no plan in flight uses them, so the next calls of `offer` search the tree for
+        them.
         """
         whole = computed - computed % self._block
         if whole:
             self._swaps.append(SwappedPrefix(tokens[:whole].tobytes(), whole, namespace))
 
     def _swap_out(self) -> None:
-        """Let those sequences wait that are in the tree by now, or as much of them as is there."""
+        """Queue retracted sequences that are in the tree by now, or after the last attempt the part that is."""
         left = []
         for swap in self._swaps:
             swap.attempts += 1
@@ -136,18 +139,18 @@ class KvStoreQueue:
         self._swaps = left
 
     def ended(self, number: int) -> None:
-        """The store has let go of an offer's pages."""
+        """The store has released an offer's pages."""
         self._locked_tokens -= self._locked.pop(number, 0)
 
     def _enqueue(self, node: Any) -> None:
-        """Let the last node up to `node` wait in which a block ends, unless it was offered."""
+        """Queue the last node up to `node` in which a block ends, unless it was offered."""
         while node.parent is not None and node.depth_tokens // self._block == node.parent.depth_tokens // self._block:
             node = node.parent
         if node.parent is not None and node not in self._offered:
             self._waiting[node] = None
 
     def _enqueue_next_evicted(self) -> None:
-        """Let those leaves wait that go next, while little memory is free."""
+        """Queue the leaves that are evicted next, if little memory is free."""
         missing = self._memory.num_pages // _LOW_SHARE - self._memory.allocator.available
         if missing > 0:
             for leaf in self._memory.tree.eviction_candidates(missing):

@@ -1,13 +1,13 @@
-"""KV pages and their owners: the one place that takes pages, gives them back and hands them to the tree.
+"""KV pages and their owners. All other modules of the scheduler take, free and cache pages through `KvMemory`.
 
 Four owners have pages: the allocator (free), the tree (`tree.evictable_pages`, `tree.protected_pages`), rows (private)
-and holds (for a reader or writer outside the plans, until it has ended; never free, and never counted as coming back).
-A row's first `cached` tokens lie on pages of the tree which the row has locked; the rest of its pages are private.
-Plans in flight may still read pages that their row has lost, so nothing goes back before the last plan that contains
-the row has committed (`Release`, `free_after`).
+and holds (for a reader or writer outside the plans, until it has ended; not counted as pages that will be freed).
+A row's first `cached` tokens are on pages of the tree that the row has locked; its other pages are private. Plans in
+flight may still read pages of a row that has left, so these are freed once the last plan that contains the row has
+committed (`Release`, `free_after`).
 
-Where layers with a window have a pool of their own, each page has a window page beside it or has lost it
-(`cache.windows`). Whoever owns the page owns both.
+If sliding-window layers have a separate pool, a page may also have a window page (`cache.windows`). The owner of the
+page owns both.
 """
 
 from collections import deque
@@ -32,10 +32,14 @@ UNLIMITED = 2**31 - 1
 
 @dataclass(slots=True)
 class Release:
-    """Pages and pool row of a request that ended or was retracted, given back once plan `last_step` has committed.
+    """Pages and pool row of a request that ended or was retracted, freed once plan `last_step` has committed.
 
-    `computed` tokens have their KV; those beyond `cached` go into the tree, to whole pages. `held` tokens have
-    pages. `window_pages`: window pages that will be free or evictable again.
+    node: the tree node that the row has locked.
+    cached: tokens on pages of the tree.
+    computed: tokens with KV; whole pages of those beyond `cached` go into the tree.
+    held: tokens with pages.
+    priority: the priority of the pages in the tree.
+    window_pages: window pages that will be free or evictable again.
     """
 
     last_step: int
@@ -57,9 +61,10 @@ class PageHold:
 
 
 class KvMemory:
-    """Allocator, tree and ReqToTokenPool together, and the window pages where a `group` of layers has them.
+    """Allocator, tree and ReqToTokenPool together, and the window pages if a `group` of layers has them.
 
-    draft_pages: pages that rows hold only for drafts in flight. They come back if the drafts are wrong.
+    evicted_tokens: tokens evicted from the tree so far.
+    draft_pages: pages that rows hold only for drafts in flight. They are freed if the drafts are wrong.
     """
 
     def __init__(
@@ -89,8 +94,9 @@ class KvMemory:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that are free, can be evicted, or come back when the plans in flight have committed. Drafts in flight
-        count as wrong.
+        """Tokens whose pages are free, evictable, or will be once the plans in flight have committed.
+
+        Drafts in flight count as wrong.
         """
         # Counted at each call, because a row that has started since the release may have locked the same pages.
         unlocking = sum(self.tree.pages_locked_once(release.node) for release in self._releases)
@@ -100,14 +106,14 @@ class KvMemory:
 
     @property
     def free_window_tokens(self) -> int:
-        """The same for the layers with a window; without such a group, as many as for all."""
+        """`free_tokens` of the layers with a window; without such a group, `free_tokens`."""
         if self.windows is None:
             return self.free_tokens
         return self.page_size * (self.windows.available_pages + self._pending_window_pages + self.draft_pages)
 
     @property
     def available_pages(self) -> int:
-        """How many pages `take_pages` gives now at most."""
+        """The most pages that `take_pages` can take now."""
         pages: int = self.allocator.available + self.tree.evictable_pages
         return pages if self.windows is None else min(pages, self.windows.available_pages)
 
@@ -118,7 +124,7 @@ class KvMemory:
 
     @property
     def releasing_pages(self) -> int:
-        """Private pages of rows that have left, held back by plans in flight."""
+        """Private pages of rows that have left, which plans in flight may still read."""
         return self._releasing_pages
 
     @property
@@ -136,7 +142,7 @@ class KvMemory:
         return -(-tokens // self.page_size)
 
     def take_pages(self, count: int) -> Int32Array | None:
-        """`count` free pages, evicting only the shortfall; None, and nothing changed, if there are not enough now."""
+        """`count` free pages, after evicting the shortfall; None, and nothing changed, if there are not enough now."""
         if self.windows is not None and count > self.windows.available_pages:
             return None
         shortfall = count - self.allocator.available
@@ -153,7 +159,7 @@ class KvMemory:
         """The pages that one `take_pages` per entry of `counts` would give. There must be enough."""
         total = sum(counts)
         if total <= self.allocator.available:
-            # The allocator is a stack: one large piece of it is the small ones in order.
+            # The allocator is a stack: one large allocation gives the same pages as the small ones in order.
             return self.allocator.alloc(total)
         taken = [self.take_pages(count) for count in counts]
         return np.concatenate([pages for pages in taken if pages is not None])
@@ -161,11 +167,11 @@ class KvMemory:
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
     def usable(self, node: Any, tokens: int) -> int:
-        """How many of a prefix's `tokens` tokens, whole pages that end in the run of `node`, a row may begin behind.
+        """How many of a prefix's `tokens` tokens, whole pages that end in the run of `node`, a row can reuse.
 
-        Everything that asks what of a prefix is a hit asks here: the tree says which KV of the first group of layers
-        there is, and this says where a row finds all else that it needs. Layers with a window must have KV of all that
-        the row's first token sees. A listener (`watch`) hears when the answer may have changed.
+        The tree has KV of the first group of layers. For layers with a window, a row also needs the KV of all tokens
+        inside the window of its first token. `match`, `peek` and the waiting index all use this function. A listener
+        (`watch`) is called when the result may have changed.
         """
         if self.windows is None:
             return tokens
@@ -174,11 +180,11 @@ class KvMemory:
 
     @property
     def all_usable(self) -> bool:
-        """Whether `usable` is always all that is in the tree."""
+        """Whether all of a prefix in the tree is usable."""
         return self.windows is None
 
     def needed_from(self, tokens: int) -> int:
-        """The first page of a prefix that counts for `usable` where a row begins behind `tokens` tokens or more."""
+        """The first page of a prefix that matters to `usable` for a row that begins after `tokens` tokens or more."""
         return 0 if self.windows is None else self.windows.window_start_page(tokens)
 
     def _runs(self, node: Any, count: int) -> Iterator[Int32Array]:
@@ -189,7 +195,7 @@ class KvMemory:
             node, count = node.parent, first
 
     def watch(self, listener: UsableListener) -> None:
-        """Tell `listener` of all changes of the tree and of what is usable in it, until `unwatch`."""
+        """Notify `listener` of all changes of the tree and of what is usable in it, until `unwatch`."""
         self.tree.listeners.append(listener)
         if self.windows is not None:
             self.windows.listeners.append(listener.usable_changed)
@@ -217,13 +223,13 @@ class KvMemory:
         return self.usable(found.node, found.tokens)
 
     def unlock(self, match: MatchResult) -> None:
-        """Undo `match`, after which no row began."""
+        """Undo a `match` that no row has used."""
         if self.windows is not None:
             self.windows.release_pages(self.windows.tail(self.tree.pages(match.node)))
         self.tree.unlock(match.node)
 
     def allocate_row(self, known_ids: Int32Array, node: Any, cached: int) -> tuple[int, Int32Array]:
-        """Take a pool row, write the tokens and the pages of the locked prefix into it; return (pool row, pages)."""
+        """Allocate a pool row and write the tokens and the pages of the locked prefix to it: (pool row, pages)."""
         self.tree.record_hit(node)
         pool_row = self.pool.alloc_row()
         self.pool.token_ids[pool_row, : len(known_ids)] = known_ids
@@ -234,19 +240,19 @@ class KvMemory:
         return pool_row, pages
 
     def advance(self, pool_rows: Int32Array, cached: Int32Array, computed: Int32Array) -> None:
-        """Rows have `computed` tokens with KV (all int32[n]): what lies behind their windows may go."""
+        """Release window pages behind the windows of rows that have `computed` tokens with KV (all int32[n])."""
         if self.windows is not None and len(pool_rows):
             self.windows.advance(self.pool.page_table, pool_rows, cached, computed)
 
     def prompt_computed(self, pool_row: int, computed: int) -> None:
-        """A row has computed its prompt of `computed` tokens: other requests may begin there."""
+        """A row has computed its prompt of `computed` tokens: keep its end, where other requests may continue."""
         if self.windows is not None and self.tree.enabled:
             last = computed // self.page_size
             first = max(last * self.page_size - self.windows.max_retained_tokens, 0) // self.page_size
             self.windows.protect_prefix_end(self.pool.page_table[pool_row, first:last])
 
     def measures(self) -> dict[str, float]:
-        """Figures for metrics, by name: of the layers with a window, if they have a pool of their own."""
+        """Gauges for metrics, by name: those of the layers with a window, if they have a separate pool."""
         if self.windows is None:
             return {}
         used = self.windows.num_pages - self.windows.available_pages
@@ -260,7 +266,7 @@ class KvMemory:
         return NO_PAGES if self.windows is None else self.windows.of[pages]
 
     def insert_prefix(self, ids: Int32Array) -> None:
-        """Put the whole pages of `ids` into the tree, as if a request had computed them; do nothing without room."""
+        """Insert the whole pages of `ids` into the tree as if a request had computed them, if there is room."""
         count = len(ids) // self.page_size
         pages = self.take_pages(count)
         if pages is not None:
@@ -273,11 +279,11 @@ class KvMemory:
     def cache_unfinished(
         self, pool_row: int, node: Any, cached: int, computed: int, priority: int, last_step: int
     ) -> tuple[Any, int, Int32Array]:
-        """Give the tree the whole pages among tokens `cached .. computed` of a row that stays.
+        """Insert the whole pages among tokens `cached .. computed` of an admitted row into the tree.
 
         Returns the node that the row has locked instead of `node`, its new `cached`, and the pages (int32, may be
-        empty) that are in the page table from page `cached / page_size` on now. For tokens that the tree already has,
-        its pages replace the row's own, which are freed once `last_step` has committed.
+        empty) that replace its own in the page table from page `cached / page_size` on. For tokens that the tree
+        already has, its pages replace the row's own, which are freed once `last_step` has committed.
         """
         end = computed - computed % self.page_size
         if end <= cached or not self.tree.enabled:
@@ -299,7 +305,7 @@ class KvMemory:
         return inserted.node, end, deduplicated
 
     def release(self, release: Release) -> None:
-        """Give back what a row held, once no plan in flight reads it."""
+        """Free what a row held, once no plan in flight reads it."""
         if release.last_step <= self._committed:
             self._give_back(release)
             return
@@ -313,8 +319,9 @@ class KvMemory:
             self._pending_window_pages += release.window_pages
 
     def shrink(self, pool_rows: Int32Array, held: Int32Array, tokens: Int32Array) -> None:
-        """Rows that `held` pages for so many tokens keep those for their first `tokens` (all int32[n]). No plan in
-        flight reads the others, which are free at once.
+        """Rows with pages for `held` tokens keep those of their first `tokens` tokens (all int32[n]).
+
+        No plan in flight reads the other pages, which are freed immediately.
         """
         kept = -(-tokens // self.page_size)
         counts = -(-held // self.page_size) - kept
@@ -333,7 +340,7 @@ class KvMemory:
         self._pending_window_pages += int(np.count_nonzero(self.window_ids(pages)))
 
     def committed(self, step: int) -> None:
-        """Plan `step` has committed: give back the pages that waited for it."""
+        """Plan `step` has committed: free the pages that waited for it."""
         self._committed = step
         for _ in range(len(self._releases)):
             release = self._releases.popleft()
@@ -353,7 +360,7 @@ class KvMemory:
                 self._pending_frees.append((last_step, pages))
 
     def hold_written(self, number: int, release: Release) -> None:
-        """A row ended while its pages beyond `cached` are being written: hold them, and give back the rest."""
+        """A row ended while its pages beyond `cached` are being written: hold them, and free the rest."""
         assert self.windows is None, WINDOWS_UNSUPPORTED
         assert number not in self._holds, f"the pages of {number} are held already"
         size = self.page_size
@@ -363,9 +370,9 @@ class KvMemory:
         self.pool.free_row(release.pool_row)
 
     def hold_read(self, number: int, release: Release) -> Int32Array:
-        """A row ended with its KV to be read: whole pages go to the tree and stay locked, the last one is held.
+        """A row ended whose KV will be read: insert whole pages into the tree and lock them, hold a partial last page.
 
-        Returns all its pages (int32[n]). Legal only when no plan in flight contains the row.
+        Returns all its pages (int32[n]). No plan in flight may contain the row.
         """
         assert self.windows is None, WINDOWS_UNSUPPORTED
         size, table = self.page_size, self.pool.page_table[release.pool_row]
@@ -390,7 +397,7 @@ class KvMemory:
         return pages
 
     def hold_tree(self, number: int, node: Any) -> None:
-        """Keep the tree's pages up to `node` from being evicted, while a reader outside is at them."""
+        """Keep the tree's pages up to `node` from being evicted while a reader outside uses them."""
         self.tree.lock(node)
         self._holds[number] = PageHold(NO_PAGES, node)
 
@@ -404,13 +411,13 @@ class KvMemory:
             self.tree.unlock(hold.node)
 
     def evict_adapter(self, adapter: str) -> None:
-        """Free what the tree holds of prompts with this adapter, but for pages that are locked."""
+        """Evict the KV of prompts with this adapter from the tree, except locked pages."""
         pages = self.tree.evict_namespaces(lambda namespace: adapter_of(namespace) == adapter)
         self.evicted_tokens += len(pages) * self.page_size
         self.allocator.free(pages)
 
     def flush(self) -> None:
-        """Empty the tree. Legal only while no row and no hold has pages."""
+        """Empty the tree. No row and no hold may have pages."""
         self.allocator.free(self.tree.clear())
 
     def find_leak(self) -> str | None:

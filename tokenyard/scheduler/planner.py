@@ -13,8 +13,9 @@ from tokenyard.scheduler.scheduler_state import SchedulerState
 NO_ROWS = NO_PAGES
 
 VERIFY_TOGETHER_SHARE = 0.8
-"""Two groups of rows verify together if that takes less than this share of the time of both; the device waits for the
-host then, whose time is not known here.
+"""Two groups of rows verify together if that takes less than this share of the time of both alone.
+
+The device then waits for the host, whose time the cost model does not include.
 """
 
 
@@ -44,7 +45,7 @@ class Planner:
                 return None
 
     def _fill(self, builder: PlanBuilder, now: int) -> int | None:
-        """Fill the builder; returns the newcomer that did not fit into memory, if any."""
+        """Fill the builder; returns the newcomer that did not fit in memory, if any."""
         state = self._state
         decoding, refused = state.running.rows.copy(), None
         if len(state.waiting) or len(state.prefilling):
@@ -63,7 +64,7 @@ class Planner:
         return refused
 
     def _begin_step(self, now: int) -> Views:
-        """End the requests that the policy gives up, then begin its step."""
+        """End the requests that the policy calls overdue, and begin its step."""
         state = self._state
         views = self._views(now)
         state.policy.begin_step(views)
@@ -78,7 +79,7 @@ class Planner:
         return views
 
     def _views(self, now: int) -> Views:
-        """What the policy sees: the views without waiting rows that a limit of their tenant holds back."""
+        """The views for the policy, without waiting rows that a limit of their tenant holds back."""
         views = self._state.views(now)
         self._state.limits.begin_step(views)
         self._state.adapters.begin_step(views)
@@ -89,7 +90,7 @@ class Planner:
         self._deduplicated.append((row, int(self._state.table.epoch[row]), first_page, pages))
 
     def _new_builder(self) -> PlanBuilder:
-        """A builder with no rows, only with the pages that the tree deduplicated since the last plan."""
+        """A builder without rows, with the pages that the tree deduplicated since the last plan."""
         table = self._state.table
         builder = PlanBuilder(table, self._state.memory)
         for row, epoch, first, pages in self._deduplicated:
@@ -100,7 +101,7 @@ class Planner:
     def _decode(self, builder: PlanBuilder, rows: Int32Array, now: int) -> None:
         """Let every row below its limit compute one token, and verify drafts where that pays, if there are pages.
 
-        A row whose drafts pay waits while a step of its own is in flight, because only the commit gives their position.
+        A row whose drafts pay waits while one of its steps is in flight, because the commit determines their position.
         """
         table, memory = self._state.table, self._state.memory
         starts = table.planned[rows]
@@ -111,7 +112,7 @@ class Planner:
             return
         if self._state.drafting:
             drafts = self._drafts_to_verify(builder, rows, starts, now)
-            # One token may be in flight, known to the device alone; of drafts in flight it is open how many count.
+            # One token in flight is on the device already. Of drafts in flight, the number accepted is unknown.
             known = table.known[rows]
             ready = (starts < known) | (starts == known) & (drafts == 0)
             if self._should_wait_to_verify(drafts, ready, starts):
@@ -137,8 +138,8 @@ class Planner:
     def _should_wait_to_verify(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
         """Whether rows that are ready to verify should wait for the others, whose last step is in flight.
 
-        Otherwise rows in two groups verify by turns for ever, each step with the time of a step of all, where that is
-        the time to read the weights. drafts, starts: int32[n]; ready: bool[n].
+        Otherwise two groups of rows would alternate permanently. Where the time to read the weights dominates, each of
+        their steps takes as long as one step of all rows. drafts, starts: int32[n]; ready: bool[n].
         """
         cost, waiting = self._state.cost, ~ready & (drafts > 0)
         if cost is None or not ready.any() or not waiting.any() or not drafts[ready].all():
@@ -147,8 +148,9 @@ class Planner:
         return all_s < VERIFY_TOGETHER_SHARE * (alone + others)
 
     def _drafts_to_verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array, now: int) -> Int32Array:
-        """How many drafts `rows`, which start at `starts` (int32[n]), should verify: int32[n]. Without a belief about
-        times, as many as they have.
+        """How many drafts `rows`, which start at `starts` (int32[n]), should verify: int32[n].
+
+        Without a cost model, as many as they have.
         """
         table, cost = self._state.table, self._state.cost
         most: Int32Array = np.maximum(np.minimum(table.drafts[rows], table.limit[rows] - starts - 1), 0)
@@ -187,8 +189,8 @@ class Planner:
     def _retract_decode(self, rows: Int32Array, now: int) -> Int32Array:
         """Retract victims until each of the other `rows` can take one more token; return those that can do so now.
 
-        Pages that come back with a commit in flight count as free. If they are needed, no row decodes now and none is
-        retracted.
+        Pages that a plan in flight will free count as free. If they are needed, no row decodes now, and none is
+        retracted for them.
         """
         state, memory = self._state, self._state.memory
         views = state.views(now)
@@ -217,7 +219,7 @@ class Planner:
         if len(state.prefilling):
             refused = int(state.prefilling.rows[0])
         if refused is None or len(state.running) or len(state.loading) or state.memory.holds:
-            # What runs, loads or is read from outside gives its pages back some time.
+            # Rows that run or load, and holds, free their pages eventually.
             return False
         message = "the request needs more KV than the pool has"
         state.end(refused, "abort", now, message=message, cause="no_memory")
@@ -226,7 +228,7 @@ class Planner:
 
 
 def _verify_s(cost: CostModel, drafts: Int32Array, starts: Int32Array) -> float:
-    """Seconds that a step over rows at `starts` takes which verify `drafts` (int32[n] both)."""
+    """Seconds of a step over rows at `starts` that verify `drafts` drafts (int32[n] both)."""
     rows, verified = len(drafts), int(drafts.sum()) + len(drafts)
     context = int(starts.sum(dtype=np.int64)) + verified
     return cost.step(StepWork(verified, rows, rows, context, verify_tokens=verified))

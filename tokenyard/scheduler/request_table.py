@@ -5,16 +5,16 @@ are used only when a row starts, stops or moves are in a `RequestState` object. 
 grows, so the result of a plan for an earlier owner is recognised.
 """
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tokenyard.base import Int32Array, Request, Slo
+from tokenyard.base import BoolArray, Int32Array, Int64Array, Request, Slo
 from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
 from tokenyard.policy.service_levels import service_level_of
-from tokenyard.scheduler.interner import Interner
 from tokenyard.scheduler.row_state import RowState
 from tokenyard.scheduler.stage_clock import StageClock
 
@@ -69,6 +69,44 @@ INT64_COLUMNS = (
     "last_step",
     "skipped_since_ns",
 )
+
+
+class Interner:
+    """Numbers names from `first` on, the lowest free number first, and drops a name that has no user any more."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._users: dict[int, int] = {}
+        self._names: dict[int, Hashable] = {}
+        self._free: list[int] = []
+        self._first = first
+
+    def take(self, name: Hashable) -> int:
+        """The number of `name`, with one more user."""
+        number = self._numbers.get(name)
+        if number is None:
+            number = heapq.heappop(self._free) if self._free else self._first + len(self._numbers)
+            self._numbers[name], self._names[number], self._users[number] = number, name, 0
+        self._users[number] += 1
+        return number
+
+    def number_of(self, name: Hashable) -> int:
+        """The number of a name that has users; 0 for one without (`first` must be above that)."""
+        return self._numbers.get(name, 0)
+
+    def keep(self, number: int) -> None:
+        """Count one more user of this number."""
+        self._users[number] += 1
+
+    def release(self, number: int) -> None:
+        """Count one user of this number less."""
+        self._users[number] -= 1
+        if not self._users[number]:
+            del self._users[number], self._numbers[self._names.pop(number)]
+            heapq.heappush(self._free, number)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 @dataclass(slots=True)
@@ -308,3 +346,66 @@ class RequestTable:
         self._free.extend(range(capacity - 1, self._capacity - 1, -1))
         self._request_states.extend([None] * extra)
         self._capacity = capacity
+
+
+NO_TOKEN = -1
+
+
+class StopTokens:
+    """Stop token ids by pool row, padded with NO_TOKEN; as wide as the longest list seen."""
+
+    def __init__(self, pool_rows: int) -> None:
+        self._ids = np.full((pool_rows, 4), NO_TOKEN, np.int32)
+
+    def write(self, pool_row: int, token_ids: set[int]) -> None:
+        """Set what ends `pool_row` from now on."""
+        missing = len(token_ids) - self._ids.shape[1]
+        if missing > 0:
+            self._ids = np.pad(self._ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self._ids[pool_row] = NO_TOKEN
+        self._ids[pool_row, : len(token_ids)] = sorted(token_ids)
+
+    def hit(self, pool_rows: Int32Array, tokens: Int32Array) -> BoolArray:
+        """Whether `tokens[..., i]` ends row `pool_rows[i]`; as many bools as there are tokens."""
+        found: BoolArray = (self._ids[pool_rows] == tokens[..., None]).any(axis=-1)
+        return found
+
+
+class RowList:
+    """An ordered list of table rows. `rows` is a view; do not keep it over a change."""
+
+    def __init__(self) -> None:
+        self._buffer: Int32Array = np.empty(64, np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def rows(self) -> Int32Array:
+        """int32[len(self)], in order."""
+        return self._buffer[: self._length]
+
+    def append(self, row: int) -> None:
+        """Put a row at the end, in O(1) on average."""
+        if self._length == len(self._buffer):
+            self._buffer = np.concatenate((self._buffer, np.empty_like(self._buffer)))
+        self._buffer[self._length] = row
+        self._length += 1
+
+    def insert_by(self, row: int, keys: Int64Array) -> None:
+        """Put a row where `keys[row]` belongs among the keys of the others, which ascend. O(len)."""
+        place = int(np.searchsorted(keys[self.rows], keys[row]))
+        self.append(row)
+        self._buffer[place + 1 : self._length] = self._buffer[place : self._length - 1].copy()
+        self._buffer[place] = row
+
+    def keep(self, mask: BoolArray) -> None:
+        """Keep only the rows where `mask` (bool[len(self)]) holds."""
+        kept = self.rows[mask]
+        self._buffer[: len(kept)] = kept
+        self._length = len(kept)
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self._length = 0

@@ -2,13 +2,13 @@
 
     WAITING -> (LOADING ->) PREFILL -> RUNNING -> gone
        ^           |           |          |
-       +-----------+-----------+----------+   retracted, preempted or paused: back in the queue at its old place
+       +-----------+-----------+----------+   retracted, preempted or paused: back in the queue in order of arrival
 
-A LOADING row has a pool row and pages, but no plan contains it: its KV is being loaded from a store or another engine.
-One that loses its place before the load has ended may not start again until it has (`Gate.LOAD_OPEN`).
+A LOADING row has a pool row and pages, but no plan contains it: its KV is being loaded from the KV store or another
+engine. If it is retracted before the load has ended, it may not start again until the load ends (`Gate.LOAD_OPEN`).
 
-An ended request has no state: its table row is free at once, and `memory.Release` keeps the pages that the last plan in
-flight still reads.
+An ended request has no state: its table row is freed immediately, and `memory.Release` keeps the pages that the last
+plan in flight still reads.
 """
 
 
@@ -26,7 +26,7 @@ class Gate:
     """Why a waiting row may not start yet, as bits; a row with any of them is not a candidate."""
 
     GROUP = 1
-    """Its group's first answer has not put the common prompt into the tree yet."""
+    """Its group's first answer has not yet computed the common prompt."""
     PAUSED = 2
     """It is paused."""
     GRAMMAR = 4
@@ -36,8 +36,8 @@ class Gate:
     KV = 16
     """It is not known yet whether its KV can be loaded, or another row loads the same KV."""
     LOAD_OPEN = 32
-    """It lost its place while its KV was being loaded, and that load has not ended: its pages are still being written.
-    A second load would have the same name as the first."""
+    """It was retracted while its KV was being loaded, and the load, which still writes to its pages, has not ended. A
+    second load would have the same number as the first."""
 
 
 HELD_BY = {

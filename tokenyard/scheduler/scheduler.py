@@ -1,12 +1,13 @@
 """The scheduler: a function from events to plans.
 
 Events come in through `apply`, each with its time `now` in integer nanoseconds; `plan` returns the next step of the
-executor and `commit` takes its result. There are no phases: a row is worked on while fewer tokens are computed than
-known.
+executor and `commit` applies its result. Prefill and decode follow one rule: a row computes while it has fewer computed
+than known tokens. `RowState` only tells which list a row is in.
 
-Order of effects. `plan` advances `planned`, takes pages and pool rows. `commit` advances `computed`, appends tokens,
-gives finished prompt chunks to the tree, ends rows. A row that stops leaves the table at once; its pages go back when
-the last plan that contains it has committed (memory.Release). Up to `max_in_flight` plans may wait for their commit.
+Order of effects. `plan` advances `planned` and takes pages and pool rows. `commit` advances `computed`, appends tokens,
+inserts computed prompt chunks into the tree and ends rows. A row that stops leaves the table immediately; its pages are
+freed when the last plan that contains it has committed (`memory.Release`). Up to `max_in_flight` plans may wait for
+their commit.
 """
 
 from collections import deque
@@ -76,7 +77,11 @@ class InFlightPlan:
 
 @dataclass(frozen=True, slots=True)
 class RequeuedRequest:
-    """A request that lost its place and waits: all its tokens that are known, int32[n], and how many are cached."""
+    """A retracted request that waits again.
+
+    known_ids: int32[n], all its known tokens.
+    cached: how many of them are in the prefix cache.
+    """
 
     number: int
     namespace: str
@@ -111,7 +116,7 @@ class Scheduler:
             RanksRemaining: self.set_remaining_ranks,
             UnloadAdapter: self.unload_adapter,
             Flush: lambda event, now: self.flush(now),
-            # On the tape for what comes; nothing here orders, evicts or refuses by them yet.
+            # Recorded on the tape; no decision depends on them yet.
             TurnEnded: lambda event, now: None,
             SessionEnded: lambda event, now: None,
             WeightsUpdated: lambda event, now: None,
@@ -120,17 +125,17 @@ class Scheduler:
     # ---- events ------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event, now: int) -> None:
-        """Take in any event at time `now` (ns)."""
+        """Apply any event at time `now` (ns)."""
         self._verbs[type(event)](event, now)
 
     def submit(self, event: Submit, now: int) -> None:
-        """A request joins the queue, one row per answer; one that can never run or finds a full queue ends at once."""
+        """Queue a request, one row per answer. One that can never run, or finds a full queue, ends immediately."""
         rows = accept_request(self.state, event, now)
         if self._paused:
             self._pause_clocks(rows, now)
 
     def cancel(self, event: Cancel, now: int) -> None:
-        """End the given requests, or all; numbers that are gone already are ignored."""
+        """End the given requests, or all; unknown numbers are ignored."""
         numbers = event.numbers or self.state.table.numbers()
         for number in numbers:
             row = self.state.table.row_of(number)
@@ -139,7 +144,7 @@ class Scheduler:
         self.state.sweep()
 
     def update(self, event: Update, now: int) -> None:
-        """Change a request's priority, boost (cut to `MAX_BOOST`) or deadline; a request that is gone is ignored."""
+        """Change a request's priority, boost (clamped to `MAX_BOOST`) or deadline; unknown requests are ignored."""
         row = self.state.table.row_of(event.number)
         if row is None:
             return
@@ -179,13 +184,13 @@ class Scheduler:
         self._pause_clocks(rows, now)
 
     def _pause_clocks(self, rows: list[int], now: int) -> None:
-        """Count time as paused for those of `rows` that are held back now, and for no others."""
+        """Count time as paused for those of `rows` that a pause holds back now, and as unpaused for the others."""
         table = self.state.table
         for row in rows:
             self.state.observer.held(row, self._paused or bool(table.gates[row] & Gate.PAUSED), now)
 
     def stop_found(self, event: StopFound, now: int) -> None:
-        """The answer holds a stop string after `keep_tokens` tokens: later ones are dropped, the request finishes."""
+        """End a request whose answer has a stop string after `keep_tokens` tokens; later tokens are dropped."""
         row = self.state.table.row_of(event.number)
         if row is None:
             return
@@ -215,8 +220,9 @@ class Scheduler:
             self.state.table.loadable_tokens[row] = max(usable, 0) // unit * unit
 
     def _begin_output(self, row: int, token: int, now: int) -> bool:
-        """Take in and deliver the first token of a waiting row's answer; returns whether it ends the answer. Ignored if
-        the answer has begun.
+        """Append and deliver the first token of a waiting row's answer; returns whether it ends the answer.
+
+        Ignored if the answer has begun.
         """
         state, table = self.state, self.state.table
         if table.known[row] > table.prompt_tokens[row]:
@@ -232,8 +238,9 @@ class Scheduler:
         return True
 
     def arrived(self, event: KvLoaded, now: int) -> None:
-        """A load has ended. If its row has ended or was retracted, the pages held for the load are freed now, and a row
-        that waits may start again. A row has one load at a time, so that the event needs no name but its number.
+        """A load has ended. If its row has ended or was retracted, free the pages held for the load.
+
+        A retracted row may then start again. A row has one load at a time, so its number identifies the load.
         """
         row = self.state.table.row_of(event.number)
         if row is None or self.state.table.state[row] != RowState.LOADING:
@@ -242,20 +249,20 @@ class Scheduler:
             self.state.arrived(row, event.tokens, now)
 
     def hold_ended(self, event: PagesReleased, now: int) -> None:
-        """The reader of a handed-over request, or of what was offered to the KV store, has ended."""
+        """Release the pages of a `Handover` or a `Store`, whose reader has finished."""
         self.state.end_hold(event.number)
         if self.state.stores is not None:
             self.state.stores.ended(event.number)
 
     def add_tenant_usage(self, event: TenantUsage, now: int) -> None:
-        """Other ranks have worked for tenants, whose rates and service are those of the whole engine."""
+        """Charge what other ranks did for tenants: rates and service count for the whole engine."""
         for name, tokens, service in zip(event.tenants, event.tokens, event.service, strict=True):
             number = self.state.table.tenant_number(name)
             self.state.limits.add_remote_usage(number, name, tokens)
             self.state.policy.served_elsewhere(number, name, service)
 
     def set_remaining_ranks(self, event: RanksRemaining, now: int) -> None:
-        """Ranks are out for good: this one's parts of the engine's limits grow."""
+        """Some ranks have ended for good: this one's share of the engine's limits grows."""
         settings = replace(self.state.settings, max_queued_requests=event.max_queued_requests)
         self.state.settings = settings
         self.state.limits.set_remaining_ranks(event.ranks)
@@ -267,32 +274,31 @@ class Scheduler:
         settings, headroom = changed(self.state.settings, event), self.state.policy.headroom
         self.state.set_policy(settings, now)
         if type(self.state.policy.headroom) is type(headroom):
-            # What the headroom has learnt about answers does not depend on the order of the queue.
+            # What the headroom has learned about answers does not depend on the order of the queue.
             self.state.policy.headroom = headroom
 
     def unload_adapter(self, event: UnloadAdapter, now: int) -> None:
-        """An adapter was unloaded. Raises ValueError while requests have it."""
+        """Free the slot and the cached KV of an unloaded adapter. Raises ValueError while requests use it."""
         if self.uses_adapter(event.adapter):
             raise ValueError(f"the adapter {event.adapter!r} is in use")
         self.state.adapters.unload(event.adapter)
         self.state.memory.evict_adapter(event.adapter)
 
     def uses_adapter(self, adapter: str) -> bool:
-        """Whether any request that waits or runs has this adapter."""
+        """Whether any request that waits or runs uses this adapter."""
         table = self.state.table
         number = table.adapter_number(adapter)
         return bool(number) and bool(((table.adapter == number) & (table.state != RowState.FREE)).any())
 
     def time_policy(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
-        """Have `asked` called before each question to a policy of the user's own, and `answered` after it, until
-        another policy is chosen.
+        """Have `asked` called before each call of a user-defined policy, and `answered` after it.
+
+        This ends when another policy is set.
         """
         self.state.policy.time_answers(asked, answered)
 
     def held_back(self) -> dict[str, int]:
-        """How many waiting rows gates hold back, by the first of `HELD_BY` that does; those that may start are not
-        counted.
-        """
+        """How many waiting rows gates hold back, by the name of the first closed gate in `HELD_BY`."""
         gates = self.state.table.gates[self.state.waiting.rows]
         held: dict[str, int] = {}
         for gate, name in HELD_BY.items():
@@ -302,8 +308,10 @@ class Scheduler:
         return held
 
     def flush(self, now: int) -> bool:
-        """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in flight, or pages are
-        held for a reader or writer outside.
+        """Empty the prefix cache.
+
+        Returns False, and does nothing, while any request waits or runs, a plan is in flight, or pages are held for a
+        reader or writer outside.
         """
         if self.has_work or self.state.memory.holds:
             return False
@@ -325,25 +333,25 @@ class Scheduler:
     def multi_step(self, max_steps: int) -> int:
         """Extend the plan just made to up to `max_steps` steps, if the next ones differ only in their positions.
 
-        Returns the number of steps. It is for a driver that knows the next events: no row may stop before the last of
-        these steps, and no event but `Submit` and no timeout may fall between the first step and the commit, which is
-        at the end of the last one. The state is then the same as after as many single steps. Pages are taken now;
-        without enough, there are fewer steps.
+        Returns the number of steps. For a driver that knows the next events: no row may stop before the last of these
+        steps, and no event but `Submit`, and no timeout, may occur between the first step and the commit, which is at
+        the end of the last one. The state is then the same as after as many single steps. All pages are taken now; if
+        there are too few, there are fewer steps.
         """
         pending = self._in_flight[-1]
         extend_plan(self.state, pending.plan, pending.rows, max_steps)
         return pending.plan.num_steps
 
     def possible_steps(self, max_steps: int) -> int:
-        """How many steps `multi_step(most)` would make of the plan just made. Changes nothing."""
+        """How many steps `multi_step(max_steps)` would make of the plan just made. Changes nothing."""
         pending = self._in_flight[-1]
         return possible_steps(self.state, pending.plan, pending.rows, max_steps)
 
     def commit(self, result: StepResult, now: int) -> None:
-        """Apply the result of a step. Results come in the order of their plans; ValueError otherwise."""
+        """Apply the result of a step. Raises ValueError for results out of the order of their plans."""
         pending = self._in_flight[0]
         if result.step != pending.plan.step:
-            raise ValueError(f"the result of step {result.step} came before that of step {pending.plan.step}")
+            raise ValueError(f"the result of step {result.step} arrived before that of step {pending.plan.step}")
         self._in_flight.popleft()
         self._committer.commit(pending.plan, pending.rows, result, now)
 
@@ -361,7 +369,7 @@ class Scheduler:
             self.state.outbox.transfer(offer)
 
     def store_whole_cache(self, now: int) -> None:
-        """Offer all that the prefix cache holds to the KV store, as far as there is room, as the engine ends."""
+        """Offer the whole prefix cache to the KV store, as far as there is room. Called as the engine ends."""
         if self.state.stores is not None:
             self.state.stores.enqueue_all()
             self._offer_stores(self.state.stores)
@@ -387,7 +395,7 @@ class Scheduler:
 
     @property
     def has_output(self) -> bool:
-        """Whether `drain` or `kv_records` may have something to tell."""
+        """Whether `drain` or `kv_records` may return anything."""
         return self.state.settings.enable_kv_events or not self.state.outbox.empty
 
     def drain(self) -> TokenBatch:
@@ -397,11 +405,11 @@ class Scheduler:
         return self.state.outbox.drain()
 
     def drain_moves(self) -> list[KvMove]:
-        """KV to load into pages, to hand over from them or to store, since the last call."""
+        """Loads, handovers and stores requested since the last call."""
         return self.state.outbox.drain_moves()
 
     def drain_tenant_usage(self) -> TenantUsage | None:
-        """What other ranks must know of this one's work for tenants since the last call; None for nothing."""
+        """Tenant usage on this rank since the last call, for the other ranks; None for nothing."""
         tokens, service = self.state.limits.drain_tenant_usage(), self.state.policy.drain_service()
         tenants = sorted(tokens.keys() | service.keys())
         if not tenants:
@@ -436,7 +444,7 @@ class Scheduler:
         state = self.state
         times = [state.queue_timeouts.next_ns, state.run_timeouts.next_ns]
         if len(state.waiting) and not self._paused:
-            # The limits of tenants are updated only when a step is planned; at other times this value is outdated.
+            # Planning a step updates the limits of tenants; while nothing waits, this value is outdated.
             times.append(state.limits.next_ns)
         return min((time for time in times if time is not None), default=None)
 
@@ -457,22 +465,20 @@ class Scheduler:
         """Tokens of a request's prompt that would be a hit in the prefix cache now."""
         return self.state.memory.peek(request.known_ids.tobytes(), request.namespace)
 
-    def requeued(self, max_steps: int) -> list[RequeuedRequest]:
-        """The first `max_steps` waiting requests that had a place before and of which no KV is known to be elsewhere,
-        paused ones last.
-        """
+    def requeued(self, max_requests: int) -> list[RequeuedRequest]:
+        """The first `max_requests` retracted requests that wait without known KV elsewhere, paused ones last."""
         table, rows = self.state.table, self.state.waiting.rows
         rows = rows[(table.retractions[rows] > 0) & (table.loadable_tokens[rows] == 0)]
         gates = table.gates[rows]
         found = []
-        for row in np.concatenate((rows[gates == 0], rows[gates == Gate.PAUSED]))[:max_steps].tolist():
+        for row in np.concatenate((rows[gates == 0], rows[gates == Gate.PAUSED]))[:max_requests].tolist():
             known, namespace = table.request_state(row).known_ids, table.request(row).namespace
             cached = self.state.memory.peek(known.tobytes(), namespace)
             found.append(RequeuedRequest(int(table.number[row]), namespace, known, cached))
         return found
 
     def outputs(self, numbers: list[int]) -> dict[int, list[int]]:
-        """The output tokens so far of those of these requests that wait, as paused ones do, by number."""
+        """The output tokens so far of those of `numbers` that wait (paused requests included), by number."""
         table, found = self.state.table, {}
         for row in self.state.known_rows(numbers):
             if table.state[row] == RowState.WAITING:
@@ -481,8 +487,10 @@ class Scheduler:
         return found
 
     def prefill_load(self, cost: CostModel, now: int) -> tuple[float, float]:
-        """Seconds by `cost` until the prompts that wait now are computed, and how many a second of prefill takes here
-        beside the requests that decode.
+        """The load of waiting prompts by `cost`, as (seconds, slowdown).
+
+        seconds: time until the prompts that wait now are computed. slowdown: seconds that one second of prefill takes
+        here next to the decoding requests.
         """
         slowdown = prefill_slowdown(self.state.views(now), self.state.settings, cost)
         return self.state.queued_work(cost)[1] * slowdown, slowdown
@@ -520,7 +528,7 @@ class Scheduler:
         return self.state.observer.explain(number, now)
 
     def lookahead_state(self, now: int) -> LookaheadState:
-        """The state that a look ahead starts from; see `scheduler.lookahead_state`."""
+        """The state that a forecast of lookahead starts from; see `scheduler.lookahead_state`."""
         return take_lookahead_state(self.state, now)
 
     def live_view(self, now: int, *, prefixes: bool) -> LiveView:

@@ -4,6 +4,7 @@ The planner, the committer and the methods of the scheduler share one `Scheduler
 the lists, the table and the memory always agree.
 """
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -33,11 +34,8 @@ from tokenyard.scheduler.memory import KvMemory, Release
 from tokenyard.scheduler.outbox import Outbox
 from tokenyard.scheduler.prefix_holders import PrefixHolders
 from tokenyard.scheduler.request_observer import RequestObserver
-from tokenyard.scheduler.request_table import RequestTable
-from tokenyard.scheduler.row_list import RowList
+from tokenyard.scheduler.request_table import RequestTable, RowList, StopTokens
 from tokenyard.scheduler.row_state import Gate, RowState
-from tokenyard.scheduler.stop_tokens import StopTokens
-from tokenyard.scheduler.timeouts import ExpiryQueue
 from tokenyard.scheduler.waiting_index import WaitingIndex
 
 
@@ -47,6 +45,31 @@ def prior_cost_model(info: ExecutorInfo) -> LinearCost:
     Every device but CUDA is taken for a small CPU, so that the first steps are short rather than long.
     """
     return get_profile("h100", "llama-3-8b").cost() if info.device.startswith("cuda") else unknown_cpu()
+
+
+class ExpiryQueue:
+    """Requests in the order in which they expire. `timeout_s` below 0 disables it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_ns = int(timeout_s * 1e9) if timeout_s >= 0 else None
+        self._entries: deque[tuple[int, int]] = deque()
+
+    def start(self, number: int, now: int) -> None:
+        """Start the timeout of request `number` at `now` (ns)."""
+        if self._timeout_ns is not None:
+            self._entries.append((now + self._timeout_ns, number))
+
+    def expired(self, now: int) -> list[int]:
+        """Numbers of expired requests; the caller checks whether they are still open."""
+        numbers = []
+        while self._entries and self._entries[0][0] <= now:
+            numbers.append(self._entries.popleft()[1])
+        return numbers
+
+    @property
+    def next_ns(self) -> int | None:
+        """When the next one expires."""
+        return self._entries[0][0] if self._entries else None
 
 
 class SchedulerState:

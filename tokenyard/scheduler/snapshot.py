@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from tokenyard.scheduler.counters import Counters
+from tokenyard.scheduler.request_observer import Counters
 from tokenyard.scheduler.scheduler_state import SchedulerState
 
 

@@ -6,10 +6,10 @@ from tokenyard.base import RequestTimings, Stage
 
 
 class StageClock:
-    """Fills in the times of a `RequestTimings`. A stage that is entered while the request is held back begins when it
-    resumes.
+    """Fills in the times of a `RequestTimings`.
 
-    Negative spans (an arrival stamped by another clock) count as 0.
+    A stage that is entered while the request is held back begins when it resumes. Negative spans (an arrival stamped by
+    another clock) count as 0.
     """
 
     __slots__ = ("_held", "_since_ns", "_stage", "timings")

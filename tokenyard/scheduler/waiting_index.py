@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import Int32Array
-from tokenyard.scheduler.interner import Interner
 from tokenyard.scheduler.memory import KvMemory
-from tokenyard.scheduler.request_table import NO_GROUP, RequestTable
+from tokenyard.scheduler.request_table import NO_GROUP, Interner, RequestTable
 
 TOKEN_BYTES = 4
 NO_PAGE = b""

@@ -55,7 +55,7 @@ class Anonymizer:
         return np.where(known, self._ids[np.where(known, ids, 0)], ids)
 
     def few_ids(self, ids: Iterable[int]) -> list[int]:
-        """`ids` for a plain list; its ids may be of any size."""
+        """`ids` for a short iterable of Python integers of any size."""
         table, size = self._ids, self._vocab_size
         return [int(table[one]) if table is not None and 0 <= one < size else one for one in ids]
 

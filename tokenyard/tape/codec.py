@@ -4,10 +4,10 @@ A file begins with the line `tokenyard tape 2`, then the header, then records. H
 after its length (uint32, little-endian); a record's length is followed by its kind (one byte) and its time (int64 ns).
 A tape that is cut off within its last record is valid up to that record.
 
-Version 2 has no HTTP statuses in `Cancel` any more. Version 1 is read as well: its `status` says nothing that the cause
-does not say. Version 3 has `KvAvailable`, `KvLoaded` and `PagesReleased`; since version 4 a `KvAvailable` may bring a
-token. Version 8 has sessions (`Request.session`, `TurnEnded`, `SessionEnded`), `Request.age_ns` and `WeightsUpdated`. A
-plan's digest covers its `state_copies` where there are any.
+Version 2 has no HTTP status in `Cancel` any more; that of version 1 is ignored, as the cause has the same information.
+Version 3 has `KvAvailable`, `KvLoaded` and `PagesReleased`; since version 4 a `KvAvailable` may have a token. Version 8
+has sessions (`Request.session`, `TurnEnded`, `SessionEnded`), `Request.age_ns` and `WeightsUpdated`. A plan's digest
+covers its `state_copies` if it has any.
 """
 
 import re
@@ -101,7 +101,7 @@ class Idled(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Raised(msgspec.Struct, array_like=True, frozen=True):
-    """The call before raised an exception."""
+    """The previous call raised an exception."""
 
     error: str
 
@@ -193,7 +193,7 @@ class TapeEncoder:
         return _FRAME.pack(len(data), self._kinds[type(body)], now) + data
 
     def event(self, now: int, event: Event) -> bytes:
-        """An event that the scheduler is about to take in."""
+        """An event that the scheduler is about to apply."""
         return self.record(now, self._anonymizer.event(event))
 
     def planned(self, now: int, plan: StepPlan | None) -> bytes:
@@ -201,7 +201,7 @@ class TapeEncoder:
         return self.record(now, plan_summary(plan, self._anonymizer))
 
     def committed(self, now: int, result: StepResult) -> bytes:
-        """A result that the scheduler is about to take in."""
+        """A result that the scheduler is about to commit."""
         tokens = self._anonymizer.ids(result.tokens).tobytes()
         columns = (result.accepted, result.drafted, result.ended, result.chances)
         optional = [None if column is None else column.tobytes() for column in columns]
@@ -209,7 +209,7 @@ class TapeEncoder:
 
 
 def plan_summary(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
-    """What the tape says of a plan: a digest of all its bytes, ids anonymized, and a few sizes to tell plans apart."""
+    """The record of a plan: a digest of its columns and row starts, ids anonymized, and a few sizes."""
     if plan is None:
         return Planned(NO_PLAN)
     digest, sizes = blake2b(digest_size=DIGEST_BYTES), (plan.decode_rows, len(plan.pool_rows), len(plan.page_ids))
@@ -240,15 +240,15 @@ def _shown_logprobs(options: LogprobOptions | None) -> dict[str, int] | None:
 
 
 class Tape:
-    """A tape that is read. `name` is for complaints."""
+    """A tape to read. `name` is for error messages."""
 
     def __init__(self, data: bytes, name: str) -> None:
-        """Read the header. Raises ConfigError for what is no tape, of another version, or without a whole header."""
+        """Read the header. Raises ConfigError for a file that is no tape, another version, or a truncated header."""
         self.name = name
         self._data = data
         match = MAGIC.match(data)
         if match is None:
-            raise ConfigError(f"{name} is no tape: it does not begin with `tokenyard tape`")
+            raise ConfigError(f"{name} is not a tape: it does not begin with `tokenyard tape`")
         if int(match[1]) not in READABLE:
             versions = f"versions {READABLE[0]} to {READABLE[-1]}"
             raise ConfigError(f"{name} is a tape of version {int(match[1])}; this Tokenyard reads {versions}")

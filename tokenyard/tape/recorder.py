@@ -29,7 +29,7 @@ class Sink(Protocol):
     """Where the bytes of a tape go: a file, or an object with its methods."""
 
     def write(self, data: bytes, /) -> object:
-        """Take some bytes; they may be buffered."""
+        """Write some bytes; they may be buffered."""
 
     def flush(self) -> object:
         """Write out the buffered bytes."""
@@ -83,11 +83,11 @@ class RecordingScheduler:
         return plan
 
     def multi_step(self, max_steps: int) -> int:
-        """Always 1: a tape has single steps."""
+        """1, because a tape has single steps."""
         return 1
 
     def possible_steps(self, max_steps: int) -> int:
-        """Always 1, too."""
+        """1; see `multi_step`."""
         return 1
 
     def commit(self, result: StepResult, now: int) -> None:
@@ -105,7 +105,7 @@ class RecordingScheduler:
         return self.scheduler.request_number(plan, place)
 
     def idle(self) -> str | None:
-        """Let the scheduler check its books."""
+        """Let the scheduler check its page accounting."""
         self._sink.write(self._encoder.record(self._now, Idled()))
         return self.scheduler.idle()
 
@@ -119,16 +119,16 @@ class RecordingScheduler:
         return self.scheduler.drain()
 
     def drain_moves(self) -> list[KvMove]:
-        """KV to load, to hand over or to store since the last call."""
+        """Loads, handovers and stores requested since the last call."""
         return self.scheduler.drain_moves()
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request's prompt that the prefix cache holds now."""
         return self.scheduler.cached_tokens(request)
 
-    def requeued(self, max_steps: int) -> list[RequeuedRequest]:
-        """The first waiting requests that had a place before."""
-        return self.scheduler.requeued(max_steps)
+    def requeued(self, max_requests: int) -> list[RequeuedRequest]:
+        """The first retracted requests that wait."""
+        return self.scheduler.requeued(max_requests)
 
     def outputs(self, numbers: list[int]) -> dict[int, list[int]]:
         """The output tokens so far of requests that wait."""
@@ -143,7 +143,7 @@ class RecordingScheduler:
         return self.scheduler.uses_adapter(adapter)
 
     def time_policy(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
-        """Have `asked` called before each question to a policy of the user's own, and `answered` after it."""
+        """Have `asked` called before each call of a user-defined policy, and `answered` after it."""
         self.scheduler.time_policy(asked, answered)
 
     def held_back(self) -> dict[str, int]:
@@ -159,7 +159,7 @@ class RecordingScheduler:
         self.scheduler.store_whole_cache(now)
 
     def drain_tenant_usage(self) -> TenantUsage | None:
-        """What other ranks must know of this one's work for tenants since the last call."""
+        """Tenant usage on this rank since the last call, for the other ranks."""
         return self.scheduler.drain_tenant_usage()
 
     def kv_records(self) -> list[KvRecord]:
@@ -202,7 +202,7 @@ class RecordingScheduler:
         return self.scheduler.explain(number, now)
 
     def lookahead_state(self, now: int) -> LookaheadState:
-        """The state that a look ahead starts from."""
+        """The state that a forecast of lookahead starts from."""
         return self.scheduler.lookahead_state(now)
 
     def live_view(self, now: int, *, prefixes: bool) -> LiveView:

@@ -16,10 +16,10 @@ class ReplayObserver(Protocol):
     """Called with each step of a replay."""
 
     def applied(self, event: Event, now: int) -> None:
-        """The scheduler took in an event."""
+        """The scheduler has applied an event."""
 
     def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
-        """The scheduler took in the result of a plan."""
+        """The scheduler has committed the result of a plan."""
 
     def on_output(self, batch: TokenBatch) -> None:
         """The output of the scheduler after one call."""
@@ -27,8 +27,11 @@ class ReplayObserver(Protocol):
 
 @dataclass(slots=True)
 class Difference:
-    """The first call with another outcome than on the tape: number of the record, ns since the first one, and both
-    outcomes in words.
+    """The first call whose outcome differs from the tape.
+
+    record: the number of the record.
+    after_ns: time since the first record.
+    tape, here: the outcome on the tape and in this replay, in words.
     """
 
     record: int
@@ -39,9 +42,14 @@ class Difference:
 
 @dataclass(slots=True)
 class ReplayReport:
-    """How a replay went. `plans` counts those that were compared, `equal` those that were the same, byte for byte; a
-    call of `plan` that found nothing to do is compared too but not counted. `span_ns` is the time from the first record
-    to the last. `last_error` is the error of the tape's last call, if it raised one.
+    """The result of a replay.
+
+    records: records that were replayed.
+    plans: plans that were compared. Calls of `plan` with nothing to do are compared too but not counted.
+    equal: plans that were equal to those on the tape, byte for byte.
+    span_ns: time from the first record to the last.
+    difference: the first difference, None if there is none.
+    last_error: the error of the tape's last call, if it raised one.
     """
 
     records: int = 0
@@ -93,9 +101,9 @@ class Replay:
         """Make the call of a record. Returns the tape's outcome and this one's in words if they differ."""
         error, self._error = self._error, None
         if isinstance(record.body, Raised):
-            return None if error is not None else (f"the call before raised {record.body.error}", "it did not")
+            return None if error is not None else (f"the previous call raised {record.body.error}", "it did not raise")
         if error is not None:
-            return "the call before went well", _in_words(error)
+            return "the previous call succeeded", _in_words(error)
         if isinstance(record.body, SetPolicy):
             self._check_policy(record.body.name)
         if isinstance(record.body, Planned):

@@ -24,7 +24,7 @@ from tokenyard.base import (
     step_work,
 )
 from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
-from tokenyard.scheduler.counters import Counters
+from tokenyard.scheduler.request_observer import Counters
 from tokenyard.scheduler.scheduler_state import prior_cost_model
 from tokenyard.sim.engine.speculation import MarksOnTape, Speculation
 from tokenyard.sim.simulate import FINISHED, REJECTED, UNFINISHED, Outcome, SchedulerRun, Setup
