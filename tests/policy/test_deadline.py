@@ -20,7 +20,7 @@ def due(ms):
 
 def defer(yard):
     table, queue = yard.scheduler.state.table, yard.scheduler.state.policy.queue
-    return sorted(int(table.number[row]) for lane in queue.lanes() for row in lane[queue.last[lane]])
+    return sorted(int(table.number[row]) for lane in queue.lanes() for row in lane[queue.deferred[lane]])
 
 
 def busy(yard):

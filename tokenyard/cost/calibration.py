@@ -27,7 +27,7 @@ DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (16, 128, 512, 2048, 8192)
 MIXED_ROWS, MIXED_CHUNKS = (8, 64), (64, 512)
 MAX_KV_TOKENS = 1 << 19
-"""Attention gathers the KV that a step reads; more might not fit beside a pool that takes the rest of the memory."""
+"""Attention gathers the KV that a step reads; more might not fit in the memory that the pool leaves."""
 
 REPEATS = 5
 POINT_S = 1.0
@@ -38,7 +38,7 @@ Measured = tuple[StepWork, float]
 
 QUICK_S = 0.5
 QUICK_ROUNDS = 4
-"""A belief is linear only near the truth: whether a step is on the floor or on the line is asked anew each round."""
+"""Each round decides again, with the latest terms, whether a step is on the floor or on the line."""
 
 PREFIX_WEIGHT = 1 / 512
 CONTEXT_WEIGHT = 1 / 64
@@ -79,14 +79,14 @@ QUICK_POINTS = (
     *(CalibrationPoint(chunk=chunk) for chunk in (16, 64, 128, 256, 512)),
     *(CalibrationPoint(chunk=chunk, prefix=512) for chunk in (16, 128)),
 )
-"""What says most of a device in little time."""
+"""The steps that determine most of the terms in little time."""
 
 
 def quick_calibration(executor: Executor, prior: LinearCost, now: Callable[[], float]) -> LinearCost:
-    """What a loaded executor's steps take, by a few of them: `prior` where they say nothing.
+    """A cost model of a loaded executor from a few measured steps, which correct the terms of `prior`.
 
-    It starts no further step `QUICK_S` seconds after the first, by the clock `now`. The executor is left as if rows had
-    been served that ended.
+    No step starts later than `QUICK_S` seconds after the first, by the clock `now` (seconds). The executor is left as
+    if it had served rows that have ended.
     """
     wanted = sorted((point for point in QUICK_POINTS if _fits(point, executor.info)), key=lambda point: point.size)
     measured = list(measure_all(CalibrationRunner(executor), wanted, now, QUICK_S))

@@ -3,9 +3,9 @@
     time = step + max(floor, dense + token * N) + context * C + area * A + row * R + adapter * L + tp
 
 with N all tokens of the step, C the KV tokens that decoding rows read, A the sum over prefill chunks of x * (prefix + x
-/ 2), R the rows, and L the LoRA adapters that are brought to slots of the device; tp is tp_step + tp_token * N. The
-floor is the time to read the weights once, which every step takes. The family follows DistServe (Zhong et al. 2024) and
-the operator tables of Vidur (Agrawal et al. 2024).
+/ 2), R the rows, and L the LoRA adapters loaded into slots of the device; tp is tp_step + tp_token * N. The floor is
+the time to read the weights once. The form follows DistServe (Zhong et al. 2024) and the operator tables of Vidur
+(Agrawal et al. 2024).
 """
 
 import math
@@ -26,9 +26,14 @@ UNBOUNDED_TOKENS = 2**31 - 1
 class LinearTerms:
     """The factors of the formula, all in milliseconds.
 
-    step_ms: every step. floor_ms: reading the weights. dense_ms, token_ms: the line in N. context_ms: per KV token
-    read by a decode. area_ms: per unit of chunk area. row_ms: per row. tp_step_ms, tp_token_ms: what tensor
-    parallelism adds (all-reduces) per step and per token. adapter_ms: for each LoRA adapter brought to the device.
+    step_ms: every step.
+    floor_ms: reading the weights.
+    dense_ms, token_ms: the line in N.
+    context_ms: per KV token read by a decode.
+    area_ms: per unit of chunk area.
+    row_ms: per row.
+    tp_step_ms, tp_token_ms: what tensor parallelism adds (all-reduces) per step and per token.
+    adapter_ms: per LoRA adapter loaded into a slot.
     """
 
     step_ms: float
@@ -107,7 +112,7 @@ class LinearTerms:
         slope = self.token_ms + self.tp_token_ms + self.area_ms * prefix
         if self.area_ms == 0.0:
             return int(budget_ms / slope) if slope else UNBOUNDED_TOKENS
-        # Written so that it stays exact when area_ms is tiny beside slope.
+        # This form of the root stays exact when area_ms is tiny compared with slope.
         return int(2.0 * budget_ms / (slope + math.sqrt(slope * slope + 2.0 * self.area_ms * budget_ms)))
 
 

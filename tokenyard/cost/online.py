@@ -30,7 +30,7 @@ class OnlineCost:
     mean of |predicted - measured| / measured, each step predicted before it is learnt.
 
     A fit by which steps would take no time is rejected: the last good terms stay, the measurements are dropped, and
-    learning begins anew from those terms. `rejected_fits` counts how often that happened.
+    learning starts again from those terms. `rejected_fits` counts these.
 
     Only Python floats are used, in a fixed order, so that a tape replays alike anywhere.
     """
@@ -62,7 +62,7 @@ class OnlineCost:
         return self._links.copy(num_bytes, link)
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """Take in a measured step; never raises. Empty steps and impossible times are ignored."""
+        """Update the terms with a measured step. Empty steps and impossible times are ignored."""
         if not MIN_STEP_S <= seconds <= MAX_STEP_S or work.tokens <= 0:
             return
         measured_ms = seconds * MS_PER_S

@@ -51,8 +51,9 @@ LINKS_CPU = {
 class Profile:
     """What simulator and server need to know of a model on a device: the cost terms and the size of the KV pool.
 
-    `source` says where the numbers come from. `tp` is the number of devices that share each layer. `error` is the mean
-    relative error of a step's predicted time, None where nobody has measured it.
+    source: where the numbers come from.
+    tp: the number of devices that share each layer.
+    error: the mean relative error of a step's predicted time; None if it was not measured.
     """
 
     device: str
@@ -156,7 +157,7 @@ def _h200_profile(h100: Profile, kv_pool_tokens: int) -> Profile:
 
 
 def unknown_cpu() -> LinearCost:
-    """What is believed of an unknown CPU: that it is slow, so that first steps are too short rather than too long."""
+    """The prior cost model of an unknown CPU: a slow one, so that first steps are too short rather than too long."""
     return LinearCost(LinearTerms(1.0, 25.0, 12.0, 2.4, 2.5e-3, 6e-5, 0.05), dict(LINKS_CPU))
 
 

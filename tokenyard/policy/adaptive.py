@@ -1,8 +1,7 @@
 """`adaptive`: picks, among a few candidate settings, the one that would serve the recent traffic best.
 
-The policy itself is fcfs. Outside the core, every few seconds, the state is run a few seconds forward under each
-candidate by the simulator (sim/engine/lookahead.py), and `CandidateSelector` says whether to change; the change enters
-as `SetPolicy`.
+The policy itself is fcfs. Outside the core, every few seconds, the simulator (sim/engine/lookahead.py) forecasts the
+next seconds under each candidate, and `CandidateSelector` decides whether to change. A change is a `SetPolicy` event.
 """
 
 import difflib
@@ -22,7 +21,7 @@ MIN_GAIN_S = 0.1
 
 MAX_SWITCHES_KEPT = 16
 MAX_SAVED_S = 4.0
-"""The most CPU time that quiet periods save up, to be spent on several looks in a row."""
+"""The most CPU time that quiet periods save up for several forecasts in a row."""
 
 CHANGEABLE = ("chunked_prefill_size", "enable_mixed_chunk", "step_budget")
 
@@ -43,10 +42,10 @@ SEPARATOR = "+"
 
 
 class AdaptivePolicy(Policy):
-    """fcfs, until a look ahead finds something clearly better.
+    """fcfs, until a forecast finds a clearly better candidate.
 
-    Options: `interval_s` from one look to the next, `horizon_s` how far it goes, `cpu_share` of one core that looks may
-    take on average (the interval gets longer for it), `among` the candidates by name with `+` in between.
+    Options: `interval_s` from one forecast to the next; `horizon_s`, the forecast time; `cpu_share` of one core that
+    forecasts may take on average, for which the interval gets longer; `among`, the candidates by name, joined by `+`.
     """
 
     name = "adaptive"
@@ -80,8 +79,9 @@ class AdaptiveOptions:
 
     @classmethod
     def of(cls, settings: SchedulerSettings) -> "AdaptiveOptions":
-        """The outlook that settings with the policy `adaptive` ask for. Raises ConfigError for unknown candidates, and
-        if none can be used with the other settings.
+        """The options in settings with the policy `adaptive`.
+
+        Raises ConfigError for unknown candidates, and if none can be used with the other settings.
         """
         options = chosen_options(AdaptivePolicy, settings)
         names = [name.strip() for name in str(options["among"]).split(SEPARATOR)]
@@ -121,11 +121,12 @@ def _usable(name: str, settings: SchedulerSettings) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CandidateScore:
-    """How a candidate did in a look ahead.
+    """The result of a candidate in a forecast.
 
-    met: the share of the judged `requests` that met their targets; a request that cannot be judged by the end of the
-    look ahead is left out. ttft_s: mean time to first token in seconds; a request without a first token counts with its
-    wait so far. steps: simulated steps.
+    met: the share of the judged `requests` that met their targets. Requests that cannot be judged by the end of the
+        forecast are left out.
+    ttft_s: mean time to first token in seconds; a request without a first token counts with its wait so far.
+    steps: simulated steps.
     """
 
     name: str
@@ -161,7 +162,7 @@ class PolicySwitch:
 
 @dataclass(slots=True)
 class CandidateSelector:
-    """Keeps the current candidate until another one is clearly better in two looks in a row."""
+    """Keeps the current candidate until another one is clearly better in two forecasts in a row."""
 
     candidates: Sequence[str]
     current: str = ""
@@ -179,8 +180,9 @@ class CandidateSelector:
         return CANDIDATES[self.current]
 
     def wanted(self) -> list[str]:
-        """The candidates to score in the next look: the current one, then those that were better in the look before, or
-        all others if none was.
+        """The candidates to score in the next forecast.
+
+        The current one, then those that were clearly better in the previous forecast, or all others if none was.
         """
         return [self.current, *(self._better or (name for name in self.candidates if name != self.current))]
 
@@ -190,9 +192,7 @@ class CandidateSelector:
         """
         names = [score.name for score in scores]
         if names not in (self.wanted(), [self.current]) or not all(_sensible(score) for score in scores):
-            raise ValueError(
-                "the scores of a look ahead are out of range, or are not those of the candidates asked for"
-            )
+            raise ValueError("the scores of a forecast are out of range, or are not those of the requested candidates")
         self.looks += 1
         self.scores = list(scores)
         present, confirmed = scores[0], bool(self._better)
@@ -209,8 +209,10 @@ class CandidateSelector:
 
 
 class LookaheadPacer:
-    """When the next look may start: `interval_s` after the one before, and later if looks would take more than
-    `cpu_share` of a core on average. Unused CPU time is saved up, to `MAX_SAVED_S`.
+    """When the next forecast may start.
+
+    It is `interval_s` after the previous one, and later if forecasts would take more than `cpu_share` of a core on
+    average. Unused CPU time is saved up, to `MAX_SAVED_S`.
     """
 
     def __init__(self, adaptive_options: AdaptiveOptions, now: int) -> None:
@@ -221,7 +223,7 @@ class LookaheadPacer:
         self.next_ns = now + self._interval_ns
 
     def record_lookahead(self, began_ns: int, cpu_s: float) -> None:
-        """Note that a look that began at `began_ns` took `cpu_s` seconds of CPU time."""
+        """Record that a forecast that began at `began_ns` took `cpu_s` seconds of CPU time."""
         self._saved_s += self._share * max(began_ns - self._as_of_ns, 0) / NS_PER_S
         self._saved_s = min(self._saved_s, MAX_SAVED_S) - cpu_s
         self._as_of_ns = began_ns

@@ -23,12 +23,18 @@ Option = float | int | str | bool
 class Policy:
     """First come, first served, and the base of every other policy.
 
-    Subclasses set `name`, say with `needs_tree` whether they need the prefix tree (without one the scheduler falls back
-    to fcfs) or with `uses_hits` that they read what it holds if there is one, and state in `overtaking` how much may
-    overtake a waiting request. A policy that weighs priorities itself says so with `ranks_priorities`; otherwise
-    --enable-priority-scheduling puts `priority.Priority` around it. `options` are the names and defaults of its
-    --policy-options, `ranges` the least and most value of those that have bounds. `begin_step` is called once before
-    any other question about a step; later questions may come with a part of its rows only.
+    `begin_step` is called before any other method for a step; later calls may pass a part of its rows. Subclasses set:
+
+    name: the name for --schedule-policy.
+    needs_tree: it needs the prefix tree; without one the scheduler falls back to fcfs.
+    uses_hits: it reads hit lengths if there is a prefix tree.
+    needs_cost: it needs a cost model.
+    ranks_priorities: it orders by priority itself. Otherwise --enable-priority-scheduling wraps it in
+        `priority.Priority`.
+    charges_decode: `charge_decode` is called.
+    options: names and defaults of its --policy-options.
+    ranges: the least and the most value of options that have bounds.
+    overtaking: its bound on how much may overtake a waiting request, as text.
     """
 
     name = "fcfs"
@@ -60,14 +66,14 @@ class Policy:
         return self.name
 
     def given_up(self) -> str:
-        """Why code of the user's own is not asked any more, with file and line where they are known; "" if it is."""
+        """Why a user-defined policy was replaced by fcfs, with file and line if they are known; "" if it was not."""
         return ""
 
     def time_answers(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
-        """Have `asked` called before each question to code of the user's own, and `answered` after it."""
+        """Have `asked` called before each call of a user-defined policy, and `answered` after it."""
 
     def begin_step(self, views: Views) -> None:
-        """Take in the state before a step is planned."""
+        """Called with the state before a step is planned."""
         self.views = views
 
     def candidates(self, views: Views) -> Iterator[int]:
@@ -95,7 +101,7 @@ class Policy:
         return self.budget_rule.begin(self.views)
 
     def victims(self, views: Views) -> Iterator[int]:
-        """Running rows in the order in which they give way when pages run out."""
+        """Running rows in the order in which they are retracted when pages run out."""
         return self.victim_rule.victims(views)
 
     def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
@@ -109,8 +115,9 @@ class Policy:
         return None
 
     def admitted(self, row: int) -> None:
-        """`row` takes a place, for the first time or again. Its tokens from `planned` to `target` are computed from the
-        next chunk on, or loaded first as far as they can be.
+        """`row` is admitted, for the first time or again.
+
+        Its tokens from `planned` to `target` are computed from the next chunk on, after those that can be loaded.
         """
 
     def charge(self, row: int, prefill_tokens: int) -> None:

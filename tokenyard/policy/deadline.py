@@ -1,8 +1,7 @@
-"""Deadlines: `edf` serves the request that is due first, `slo` also puts last what cannot meet its deadline.
+"""Deadlines: `edf` serves the request that is due first, `slo` also defers requests that cannot meet theirs.
 
-Four mechanisms make `slo`; none replaces another (docs/policies.md): a step bounded in time,
-deadline order, prefills that give way at the edge of a chunk, and putting last the largest request wherever the
-deadlines up to some point cannot all be met.
+`slo` combines four mechanisms (docs/policies.md): steps bounded in time, deadline order, prefills that are interrupted
+between chunks, and deferral of the largest request wherever the deadlines up to some point cannot all be met.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,15 +27,15 @@ ANSWER_QUANTILE = 0.9
 """A deadline leaves time for an answer of this quantile of earlier answers' lengths."""
 
 MAX_DEFERRED = 16
-"""Requests put last in one walk over a lane; if more have to be, the next step goes on."""
+"""Requests deferred in one walk over a lane; if more have to be, the next step goes on."""
 
 MAX_RESTORED = 16
-"""Requests put last that one walk checks for whether they can meet their deadline after all."""
+"""Deferred requests that one walk checks for whether they can meet their deadline after all."""
 
 ROOM_SHARE = 1 / 3
-"""Share of the KV pool that stays free when a request put last starts in the first half of its longest wait."""
+"""Share of the KV pool that stays free when a deferred request starts in the first half of its longest wait."""
 
-PACE_SHARE = 0.9
+TPOT_SHARE = 0.9
 """Share of the target time per token at which a row counts as late for drafts, so that an answer's last steps, whose
 drafts may be wrong, do not make it late.
 """
@@ -46,7 +45,8 @@ Work = Callable[[Int32Array], Float64Array]
 
 
 class EarliestDeadlineFirst(Policy):
-    """The earliest deadline first, started or not, so that a long prefill gives way at the edge of a chunk.
+    """The earliest deadline first, started or not, so that a more urgent prefill can interrupt a long one between
+    chunks.
 
     The first token of a request is due at arrival plus its target time to first token. With a deadline it is also due
     early enough that the whole answer, at its target time per token, ends by the deadline. The answer's length is then
@@ -114,12 +114,12 @@ class EarliestDeadlineFirst(Policy):
 
 
 class SloPolicy(EarliestDeadlineFirst):
-    """Deadline order that meets as many deadlines as it can: if not all can be met, the largest requests are put last.
+    """Deadline order that meets as many deadlines as it can: if not all can be met, the largest requests are deferred.
 
     On arrivals and at least every `DEFER_INTERVAL_NS` the policy walks through the prefills in deadline order. If the
-    work up to one of them cannot be done by its deadline, the largest so far is put last, which leaves the fewest
+    work up to one of them cannot be done by its deadline, the largest so far is deferred, which leaves the fewest
     requests late (Moore and Hodgson 1968; the same idea as relegation in Niyama). It returns if a later walk finds that
-    it can be in time after all. A request put last is served when no other waits. With `slo_max_wait_s` W, it competes
+    it can be in time after all. A deferred request is served when no other waits. With `slo_max_wait_s` W, it competes
     again with the deadline arrival + unloaded prefill + W. Until W / 2 before that, it starts only if a share of the KV
     pool stays free, because its answer would hold memory that requests still in time need. With `slo_reject` it is
     refused when its deadline passes.
@@ -146,14 +146,14 @@ class SloPolicy(EarliestDeadlineFirst):
 
     @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """With `slo_max_wait_s`, requests put last in the least urgent lane wait for memory."""
+        """With `slo_max_wait_s`, deferred requests in the least urgent lane wait for memory."""
         lanes = self.queue.lanes()
         for lane in lanes:
             held = lane is lanes[-1] and self.settings.slo_max_wait_s > 0.0
             yield from self._admit_while_fits(views, lane) if held else one_by_one(lane)
 
     def _admit_while_fits(self, views: Views, lane: Int32Array) -> Iterator[int]:
-        """The rows of `lane`. Once a row put last finds too little room, the rows that can wait are left out."""
+        """The rows of `lane`. Once a deferred row finds too little room, the rows that can wait are left out."""
         target = views.columns.target
         prefilling = set(views.prefilling.tolist())
         reserved = int((target[views.prefilling] - views.columns.planned[views.prefilling]).sum())
@@ -162,7 +162,7 @@ class SloPolicy(EarliestDeadlineFirst):
         for place, row in enumerate(one_by_one(lane)):
             if row not in prefilling:
                 room -= int(target[row])
-                if room < 0 and self.queue.last[row] and not alone:
+                if room < 0 and self.queue.deferred[row] and not alone:
                     rest = lane[place:]
                     yield from one_by_one(rest[~self._can_wait(views, rest)])
                     return
@@ -170,9 +170,9 @@ class SloPolicy(EarliestDeadlineFirst):
             yield row
 
     def _can_wait(self, views: Views, rows: Int32Array) -> BoolArray:
-        """Which rows are put last, not started and in the first half of their longest wait, bool[len(rows)]."""
+        """Which rows are deferred, not started and in the first half of their longest wait, bool[len(rows)]."""
         queue, half_ns = self.queue, self.settings.slo_max_wait_s * NS_PER_S / 2
-        early = queue.last[rows] & (queue.deferred_key_ns[rows] - views.now > half_ns)
+        early = queue.deferred[rows] & (queue.deferred_key_ns[rows] - views.now > half_ns)
         return early & ~np.isin(rows, views.prefilling)
 
     @override
@@ -181,11 +181,13 @@ class SloPolicy(EarliestDeadlineFirst):
             return []
         assert self.views is not None
         now, queue = self.views.now, self.queue
-        return [row for lane in queue.lanes() for row in lane[queue.last[lane] & (queue.due_ns[lane] <= now)].tolist()]
+        return [
+            row for lane in queue.lanes() for row in lane[queue.deferred[lane] & (queue.due_ns[lane] <= now)].tolist()
+        ]
 
     @override
     def pace(self, columns: Columns, rows: Int32Array, now: int) -> TpotSlack | None:
-        targets_ns = (PACE_SHARE * tpot_ns(columns, rows, self.settings)).astype(np.int64)
+        targets_ns = (TPOT_SHARE * tpot_ns(columns, rows, self.settings)).astype(np.int64)
         return TpotSlack(ahead_of_ns(columns, rows, targets_ns, now) / NS_PER_S, targets_ns / NS_PER_S)
 
     @override
@@ -195,7 +197,7 @@ class SloPolicy(EarliestDeadlineFirst):
         return {"deferred": self._deferred_count, "deferred_requests": now}
 
     def _update_deferred(self, views: Views) -> None:
-        """Put last the rows that must be, most urgent lane first; the work of more urgent lanes comes first."""
+        """Defer the rows that must be, most urgent lane first; the work of more urgent lanes comes first."""
         assert views.cost is not None
         time = PrefillTime.of(views.cost)
         times = self.time_rule.step_times(views, time)
@@ -206,7 +208,7 @@ class SloPolicy(EarliestDeadlineFirst):
         for lane in lanes:
             # Rows at the end of a lane have no time by which they must be done, and delay no other row.
             rows = lane if bounded else self.queue.with_deadline(lane)
-            may_wait = ~(self.queue.last[rows] | (views.columns.first_token_ns[rows] > 0))
+            may_wait = ~(self.queue.deferred[rows] | (views.columns.first_token_ns[rows] > 0))
             chosen = _rows_to_defer(start_ns, work_ns(rows), self._latest_finish_ns(views.columns, rows), may_wait)
             if chosen:
                 self.queue.defer(rows[chosen])
@@ -223,7 +225,7 @@ class SloPolicy(EarliestDeadlineFirst):
     ) -> None:
         """Bring back the rows at the end of `lane` that can be in time after all without making a `walked` row late."""
         queue = self.queue
-        hopeful = queue.last & (queue.due_ns > start_ns)
+        hopeful = queue.deferred & (queue.due_ns > start_ns)
         back = lane[hopeful[lane]]
         if not len(back):
             return
@@ -238,7 +240,7 @@ class SloPolicy(EarliestDeadlineFirst):
     def _latest_finish_ns(self, columns: Columns, rows: Int32Array) -> Float64Array:
         """When each prefill must be done, float64[len(rows)] in ns; inf for a row that already had its first token."""
         queue = self.queue
-        due_ns = np.where(queue.last[rows], queue.deferred_key_ns[rows], queue.due_ns[rows])
+        due_ns = np.where(queue.deferred[rows], queue.deferred_key_ns[rows], queue.due_ns[rows])
         must: Float64Array = np.where(columns.first_token_ns[rows] > 0, np.inf, due_ns)
         return must
 

@@ -11,7 +11,7 @@ from tokenyard.policy.slo_targets import class_ttft_ns, tpot_ns
 from tokenyard.policy.views import NO_DEADLINE, Columns, Views
 
 FAR_NS = 1 << 61
-"""Added to a deadline, it puts a request behind all others and keeps the order among those put last."""
+"""Added to a deadline, it puts a request behind all others and keeps the order among those deferred."""
 
 BLOCK_ROWS = 64
 NO_REQUEST = -1
@@ -20,14 +20,16 @@ Urgencies = Callable[[Columns, Int32Array], Int64Array]
 
 
 class DeadlineQueue:
-    """Waiting and started prefills by (urgency, key, arrival); the key is the deadline, or `deferred_key_ns` for a row
-    put last.
+    """Waiting and started prefills by (urgency, key, arrival).
 
-    `update` finds which rows are new, left, or have a changed deadline or priority, in a handful of array operations a
-    step. Columns by table row: `due_ns`, when the first token is due; `deferred_key_ns`, the key of a row that is put
-    last; `last`, whether it is put last. `_seen` holds the sequence number of the request that is in a lane,
-    `_computed_for` of the one that `due_ns` was computed for. A row is in its lane as long as its `_mark` is the
-    current tick.
+    The key is the deadline, or `deferred_key_ns` for a deferred row. `update` finds which rows are new, left, or have a
+    changed deadline or priority, in a handful of array operations a step. `_seen` has the sequence number of the
+    request that is in a lane, `_computed_for` of the one that `due_ns` was computed for. A row is in its lane as long
+    as its `_mark` is the current tick. Columns by table row:
+
+    due_ns: when the first token is due.
+    deferred_key_ns: the key of a deferred row.
+    deferred: whether the row is deferred.
     """
 
     def __init__(
@@ -42,14 +44,14 @@ class DeadlineQueue:
         self._lanes: dict[int, Int32Array] = {}
         self.due_ns = self.deferred_key_ns = self._key = self._given = self._urgent = np.empty(0, np.int64)
         self._seen = self._computed_for = self._mark = np.empty(0, np.int64)
-        self.last: BoolArray = np.empty(0, np.bool_)
+        self.deferred: BoolArray = np.empty(0, np.bool_)
         self._tick = 0
 
     def update(self, views: Views) -> bool:
-        """Take in the state at the start of a step; returns whether a row is new. `views` must have a cost model."""
+        """Update the queue at the start of a step; returns whether a row is new. `views` must have a cost model."""
         columns, rows = views.columns, np.concatenate((views.prefilling, views.waiting))
         self._grow(len(columns.seq))
-        # Whole columns compare faster than what is picked out of them.
+        # Comparing whole columns is faster than comparing selected rows.
         changed = ((self._seen != columns.seq) | (self._given != columns.deadline_ns))[rows]
         if self._urgencies is not None:
             changed |= self._urgent[rows] != self._urgency(columns, rows)
@@ -68,7 +70,7 @@ class DeadlineQueue:
         return [self._lanes[urgent] for urgent in sorted(self._lanes, reverse=True)]
 
     def with_deadline(self, lane: Int32Array) -> Int32Array:
-        """The front of a lane, without the rows at its end that were put last and have no other deadline."""
+        """The front of a lane, without the rows at its end that were deferred and have no other deadline."""
         return lane[: int(np.searchsorted(self._key[lane], FAR_NS))]
 
     def rows(self) -> Iterator[int]:
@@ -85,12 +87,12 @@ class DeadlineQueue:
 
     def defer(self, rows: Int32Array) -> None:
         """Put these rows where their `deferred_key_ns` belongs."""
-        self.last[rows] = True
+        self.deferred[rows] = True
         self._move(rows, self.deferred_key_ns[rows])
 
     def restore(self, rows: Int32Array) -> None:
-        """Put these rows, which were put last, back at their deadline."""
-        self.last[rows] = False
+        """Put these rows, which were deferred, back at their deadline."""
+        self.deferred[rows] = False
         self._move(rows, self.due_ns[rows])
 
     def _move(self, rows: Int32Array, keys: Int64Array) -> None:
@@ -102,9 +104,9 @@ class DeadlineQueue:
         self._seen[rows] = seen
 
     def count_deferred(self, columns: Columns, rows: Int32Array) -> int:
-        """How many of `rows` are put last; rows that came after the last update are not."""
-        known = rows[rows < len(self.last)]
-        return int(np.count_nonzero(self.last[known] & (self._computed_for[known] == columns.seq[known])))
+        """How many of `rows` are deferred; rows that came after the last update are not."""
+        known = rows[rows < len(self.deferred)]
+        return int(np.count_nonzero(self.deferred[known] & (self._computed_for[known] == columns.seq[known])))
 
     def _place(self, columns: Columns, fresh: Int32Array, cost: CostModel) -> None:
         again = (self._computed_for[fresh] == columns.seq[fresh]) & (self._given[fresh] == columns.deadline_ns[fresh])
@@ -112,14 +114,14 @@ class DeadlineQueue:
             self._compute_due(columns, row, cost)
         self._computed_for[fresh], self._given[fresh] = columns.seq[fresh], columns.deadline_ns[fresh]
         self._urgent[fresh] = self._urgency(columns, fresh)
-        # A row that was held back for a while stays last; one that has begun to answer returns to its deadline.
-        self.last[fresh] &= again & (columns.first_token_ns[fresh] == 0)
-        self._key[fresh] = np.where(self.last[fresh], self.deferred_key_ns[fresh], self.due_ns[fresh])
+        # A row that was held back for a while stays deferred; one that has begun to answer returns to its deadline.
+        self.deferred[fresh] &= again & (columns.first_token_ns[fresh] == 0)
+        self._key[fresh] = np.where(self.deferred[fresh], self.deferred_key_ns[fresh], self.due_ns[fresh])
         self._insert(fresh[np.argsort(columns.seq[fresh], kind="stable")])
         self._seen[fresh] = columns.seq[fresh]
 
     def _compute_due(self, columns: Columns, row: int, cost: CostModel) -> None:
-        """Work out when the row's first token is due, and the key that it has if it is put last."""
+        """Work out when the row's first token is due, and the key that it has if it is deferred."""
         settings, arrival, ttft = self._settings, int(columns.arrival_ns[row]), int(columns.ttft_ns[row])
         unloaded = round(unloaded_prefill_s(cost, int(columns.prompt_tokens[row])) * NS_PER_S)
         given = int(columns.deadline_ns[row])
@@ -168,7 +170,7 @@ class DeadlineQueue:
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(extra, np.int64))))
         for name in ("_seen", "_computed_for"):
             setattr(self, name, np.concatenate((getattr(self, name), np.full(extra, NO_REQUEST, np.int64))))
-        self.last = np.concatenate((self.last, np.zeros(extra, np.bool_)))
+        self.deferred = np.concatenate((self.deferred, np.zeros(extra, np.bool_)))
 
 
 def one_by_one(rows: Int32Array) -> Iterator[int]:

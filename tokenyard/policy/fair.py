@@ -118,7 +118,7 @@ class TenantService(Policy, ABC):
 class VirtualTokenCounter(TenantService):
     """The tenant with the least service first, within a tenant by arrival (VTC, Sheng et al. 2024).
 
-    A started prefill gives way to tenants with less service at the edge of a chunk. A tenant without waiting requests
+    A tenant with less service can interrupt a started prefill between chunks. A tenant without waiting requests
     that sends one again is lifted to the least service among the waiting tenants, or to `saved_tokens` below the most
     if that is less. So an idle tenant saves up that much and no more (as Linux's CFS credits sleepers; 0 is the paper's
     rule). Without the credit, a tenant that sends little is treated like one that floods the queue each time it sends a

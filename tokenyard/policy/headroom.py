@@ -89,7 +89,7 @@ class RatioHeadroom(NoHeadroom):
     """SGLang's new_token_ratio: hold back a share of the output that running requests may still write.
 
     The share starts at `init_new_token_ratio * schedule_conservativeness`, falls linearly over
-    `new_token_ratio_decay_steps` decode steps, is estimated anew after a retraction and starts over when idle. Answers
+    `new_token_ratio_decay_steps` decode steps, is estimated again after a retraction and starts over when idle. Answers
     are clipped to `clip_max_new_tokens` (as in SGLang's scheduler).
     """
 

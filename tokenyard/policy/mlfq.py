@@ -19,11 +19,11 @@ class MultiLevelFeedback(Policy):
     """Skip-join multi-level feedback queues (FastServe, Wu et al. 2023), in tokens.
 
     The top level lasts `quantum_tokens`, each further one twice as long. A request joins the first level that is long
-    enough for the part of its prompt that is not cached on arrival. It sinks as it is served and never rises, so a
+    enough for the part of its prompt that is not cached on arrival. It moves down as it is served and never up, so a
     preempted request preempts in turn only after the other one was served a quantum. If rows or pages run out, a
-    request on a higher level preempts one on the lowest level. A request that has waited for `promote_s` since it
-    arrived or last ran goes to the front of the queue, and once it starts it keeps its place for its prompt and
-    `quantum_tokens` output tokens.
+    request on a higher level preempts those on lower levels, the lowest first. A request that has waited for
+    `promote_s` since it arrived or last ran goes to the front of the queue. Once it starts, it cannot be preempted
+    before its prompt and `quantum_tokens` output tokens are done.
     """
 
     name = "mlfq"

@@ -49,7 +49,7 @@ class PrefillTime:
         if budget_s <= 0.0:
             return 0
         slope = self.token_s + self.area_s * prefix
-        # The usual form of the root cancels badly where area_s is tiny beside slope; this one does not.
+        # The usual form of the root loses precision where area_s is tiny compared with slope; this one does not.
         return int(2.0 * budget_s / (slope + math.sqrt(slope * slope + 2.0 * self.area_s * budget_s)))
 
     def base_s(self, cost: CostModel, decodes: StepWork) -> float:

@@ -61,9 +61,9 @@ class Priority(Wrapper):
 
     @override
     def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
-        """Started prefills give way too; among equals the latest arrival goes first.
+        """Started prefills are preempted too; among equals the latest arrival goes first.
 
-        A row gives way only to one whose rank is strictly better: the order of candidates and the right to preempt are
+        Only a row of strictly better rank preempts another: the order of candidates and the right to preempt are
         the same key, which no move of a row changes. So the sum of the ranks that hold a place falls each time.
         """
         if self.settings.disable_priority_preemption:
@@ -78,8 +78,10 @@ class Priority(Wrapper):
 
     @override
     def victims(self, views: Views) -> Iterator[int]:
-        """The least urgent first, equals in the order of `inner`: a row that outranks those it gives its pages to would
-        take them back. Without preemption the order of `inner` stands.
+        """The least urgent first, equals in the order of `inner`.
+
+        A retracted row that outranks those that take its pages would preempt them. Without preemption the order is that
+        of `inner`.
         """
         rows = list(self.inner.victims(views))
         if self.settings.disable_priority_preemption or not rows:

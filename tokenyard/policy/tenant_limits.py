@@ -1,7 +1,7 @@
 """Limits of tenants under any order of the queue: token rates, concurrent requests, and shares of the KV pool.
 
 Limits are those of the whole engine. With several data-parallel ranks each rank keeps its *part* of the counts, and the
-parts add up to no more than the limit; rates are kept by each rank for all of them, which tell each other what they use
+parts add up to no more than the limit. Each rank keeps the rates of all ranks, which report their usage to each other
 (`base.TenantUsage`). docs/ranks.md states the bounds.
 """
 
@@ -140,11 +140,11 @@ class NoTenantLimits:
         """Only `left` data-parallel ranks keep the limits together from now on."""
 
     def queue_is_full(self, columns: Columns, name: str, waiting: Int32Array, rows: list[int]) -> bool:
-        """Whether the queue of the tenant called `name` has no room for its new `rows` beside the `waiting` ones."""
+        """Whether the queue of the tenant called `name`, with its `waiting` rows, has no room for its new `rows`."""
         return False
 
     def begin_step(self, views: Views) -> None:
-        """Take in the state before a step, and remove the rows that may not start now from `views.waiting`."""
+        """Called with the state before a step: remove rows that may not start now from `views.waiting`."""
 
     def may_start(self, row: int) -> bool:
         """Whether a waiting row may start in this step, given the rows that have started in it already."""
@@ -157,7 +157,7 @@ class NoTenantLimits:
         """A waiting row was admitted."""
 
     def preempted(self, row: int, preemptor: int) -> None:
-        """The running `row` gives way to the waiting `preemptor`."""
+        """The running `row` is preempted for the waiting `preemptor`."""
 
     def charge(self, row: int, tokens: int) -> None:
         """A chunk of `tokens` was planned for a row."""
@@ -336,7 +336,7 @@ class TenantLimits(NoTenantLimits):
     @override
     def exclude_protected_rows(self, row: int, victims: list[int]) -> list[int]:
         """A row beyond its tenant's share preempts no request within the share of another tenant. That request could
-        preempt it in turn, and so on for ever.
+        preempt it in turn, and so on without end.
         """
         assert self._columns is not None
         if self._within_share(row):

@@ -1,4 +1,4 @@
-"""A user-defined policy behind a guard: its mistakes harm no request."""
+"""A guard around user-defined policies, so that their errors affect no request."""
 
 from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
@@ -193,7 +193,7 @@ class GuardedPolicy(Wrapper):
         """The rows are drawn all at once, so that a mistake is found before any row is preempted.
 
         The user's order and right to preempt may disagree. So a row that was preempted before is preempted again only
-        after a new token. Each preemption then needs a token, and rows cannot preempt each other for ever.
+        after a new token. Each preemption then needs a token, so rows cannot preempt each other without end.
         """
         rows = self.ask(lambda: [index(row) for row in self.inner.outranked(guarded_views(views), preemptor)], NO_ROWS)
         admitted = {*views.running.tolist(), *views.prefilling.tolist()}
@@ -320,7 +320,7 @@ class GuardedPolicy(Wrapper):
 
 
 def _untimed() -> None:
-    """Nobody measures how long answers take."""
+    """Do nothing: the time of answers is not measured."""
 
 
 def _place(error: BaseException) -> str:

@@ -14,20 +14,32 @@ NO_DEADLINE = 2**63 - 1
 
 
 class Columns(Protocol):
-    """One numpy column per fact, indexed by table row. Policies read them and never write.
+    """One numpy column per field, indexed by table row. Policies must not write to them.
 
-    seq: arrival order, kept for life. arrival_ns: when the API saw it. prompt_tokens. known: token ids on the host.
-    target: tokens to compute before the next token can be sampled. hit: prompt tokens found in the tree at first
-    admission. matchable: what a waiting row would hit now, kept only for policies that need the tree. computed: tokens
-    whose KV is known to be in the pool. cached: leading tokens whose KV the tree owns and the row has locked. held:
-    leading tokens that have pages, beyond `planned` while KV is loaded. shared: of the cached tokens those that other
-    rows hold too, 0 while nothing asks for it. planned: tokens whose KV is there once the plans in flight are done.
-    limit: prompt + max_new - 1. priority, deadline_ns (absolute): as given, or NO_PRIORITY, NO_DEADLINE. ttft_ns,
-    tpot_ns: the targets a request brought, 0 where it brought none. tenant: small integer per tenant name. admitted_ns:
-    first admission, 0 before. first_token_ns: when the prompt was computed, 0 before. retractions: how often it lost
-    its pages. boost: levels of urgency that a priority function adds. service_level: see levels.py. routing: small
-    integer per routing key, 0 for none. Kept only for policies that need the tree: prefix_group, equal for rows with
-    the same first tokens (-1 for none); branch, the `birth` of the PrefixBranch that a waiting row belongs to.
+    seq: arrival order; does not change.
+    arrival_ns: when the API received the request.
+    admitted_ns: first admission, 0 before.
+    first_token_ns: when the prompt was computed, 0 before.
+    known: token ids on the host.
+    target: tokens to compute before the next token can be sampled.
+    hit: prompt tokens found in the tree at first admission.
+    matchable: what a waiting row would hit now; only for policies that use the tree.
+    computed: tokens whose KV is known to be in the pool.
+    cached: leading tokens whose KV the tree owns and the row has locked.
+    held: leading tokens that have pages; beyond `planned` while KV is loaded.
+    shared: cached tokens that other rows hold too; 0 while no headroom or share of a tenant needs it.
+    planned: tokens whose KV is in the pool once the plans in flight are done.
+    limit: prompt + max_new_tokens - 1.
+    priority: as given, or NO_PRIORITY.
+    deadline_ns: the absolute time of the deadline, or NO_DEADLINE.
+    ttft_ns, tpot_ns: the request's own targets, 0 for none.
+    tenant: a small integer per tenant name.
+    retractions: how often it was retracted.
+    boost: levels of urgency that a priority function adds.
+    service_level: see service_levels.py.
+    routing: a small integer per routing key, 0 for none.
+    prefix_group: equal for rows with the same first tokens, -1 for none; only for policies that use the tree.
+    branch: the `birth` of the PrefixBranch that a waiting row belongs to; only for policies that use the tree.
     """
 
     seq: Int64Array
@@ -62,8 +74,11 @@ class Columns(Protocol):
 
 
 class PrefixBranch(Protocol):
-    """A part of the prefix tree with waiting rows in it. birth: unique, older is smaller. own: how many rows match the
-    tree exactly this far. weight: rows here and below.
+    """A part of the prefix tree with waiting rows in it.
+
+    birth: unique, older is smaller.
+    own: how many rows match the tree exactly this far.
+    weight: rows here and below.
     """
 
     birth: int
@@ -93,13 +108,17 @@ class TenantPrefixes(Protocol):
 class Views:
     """The scheduler's state at the start of a step, for a policy to read.
 
-    waiting: rows that may be admitted now, in order of arrival. prefilling: admitted rows whose prompt is not wholly
-    planned, oldest first. loading: admitted rows whose KV is being loaded; they take a place and are never victims.
-    running: rows that decode, in order of admission. free_tokens: KV tokens that are free, evictable or about to be
-    released; total_tokens: the whole pool. free_rows: places for more running requests. prefill_steps_in_row:
-    prefill-only steps since the last step that decoded. first_seq: `seq` of the row that has waited longest, rows held
-    back by a gate or a limit included. prefixes: the root over the waiting rows of all namespaces in the tree,
-    kept only for policies that need the tree. tenant_prefixes: kept only while a tenant has a share of the pool.
+    waiting: rows that may be admitted now, in order of arrival.
+    prefilling: admitted rows whose prompt is not completely planned, oldest first.
+    running: rows that decode, in order of admission.
+    free_tokens: KV tokens that are free, evictable or about to be freed.
+    total_tokens: KV tokens of the whole pool.
+    free_rows: how many more requests may be admitted.
+    prefill_steps_in_row: prefill-only steps since the last step that decoded.
+    first_seq: `seq` of the row that has waited longest, including rows that a gate or a limit holds back.
+    prefixes: the root over the waiting rows of all namespaces in the tree; only for policies that use the tree.
+    tenant_prefixes: KV of the tree by tenant; only while a tenant has a share of the pool.
+    loading: admitted rows whose KV is being loaded; they count as admitted and are not victims.
     """
 
     columns: Columns

@@ -181,7 +181,7 @@ class NonPreemptive(Wrapper):
     """A wrapper that changes the order of candidates and therefore lets no row preempt another by urgency.
 
     The right to preempt rests on the key of `inner`. Where another order decides what starts next, the victim could
-    come first again, and the two would take each other's place for ever. Shares of tenants keep their own right.
+    come first again, and the two would preempt each other without end. Shares of tenants still preempt.
     """
 
     @override
@@ -192,10 +192,10 @@ class NonPreemptive(Wrapper):
 class BoundedOvertaking(NonPreemptive):
     """Any order, but at most `max_overtaken_tokens` prompt tokens of later arrivals start before a waiting request.
 
-    Tokens count when their request takes a place, whether they are computed or loaded, but not those in the cache. It
+    Tokens count when their request is admitted, whether they are computed or loaded, but not those in the cache. It
     is enough to watch the request that has waited longest among those that may start: a later arrival was overtaken by
     no more. For this to hold, what starts while a limit or a gate holds a request back counts as overtaking it too.
-    Otherwise it could also be overtaken anew each time.
+    Otherwise it could be overtaken by the full bound again each time.
     """
 
     def __init__(self, settings: SchedulerSettings, inner: Policy) -> None:

@@ -30,8 +30,10 @@ HEAD_TOKENS = 32
 
 @dataclass(slots=True)
 class LiveGroup:
-    """Requests of one state, level of service class and tenant. known: their tokens; held: those with KV of their own
-    (on pages that no other row shares).
+    """Requests of one state, service level and tenant.
+
+    known: their tokens.
+    held: those with KV on private pages.
     """
 
     state: str
@@ -44,8 +46,12 @@ class LiveGroup:
 
 @dataclass(slots=True)
 class LiveRow:
-    """One request. hit, computed, known, limit: tokens, see `table.RequestTable`. gates: why it may not start, as bits
-    of `lifecycle.Gate`. age_ms: since its arrival.
+    """One request.
+
+    age_ms: time since its arrival.
+    hit, computed, known: tokens, see `policy.Columns`.
+    limit: the most tokens of prompt and answer.
+    gates: why it may not start, as bits of `row_state.Gate`.
     """
 
     number: int
@@ -64,8 +70,13 @@ class LiveRow:
 
 @dataclass(slots=True)
 class HotPrefix:
-    """A run of the tree. begin: tokens before it from the root. hits: admissions that used it. in_use: whether a row
-    has locked it. head: its first token ids. salted: it is of a namespace of its own.
+    """A run of the tree.
+
+    begin: tokens before it from the root.
+    hits: admissions that used it.
+    in_use: whether it is locked.
+    salted: whether its namespace is not the default one.
+    head: its first token ids.
     """
 
     begin: int
@@ -78,8 +89,12 @@ class HotPrefix:
 
 @dataclass(slots=True)
 class KvOwners:
-    """Tokens of the device's pool by owner. rows: private pages of requests. shared: pages of the tree that requests
-    have locked. cached: pages of the tree that can be evicted. held: pages of readers and writers outside.
+    """Tokens of the device's pool by owner.
+
+    rows: private pages of requests.
+    shared: locked pages of the tree.
+    cached: evictable pages of the tree.
+    held: private pages of readers and writers outside.
     """
 
     rows: int
@@ -92,9 +107,12 @@ class KvOwners:
 
 @dataclass(slots=True)
 class LiveView:
-    """One moment. prefixes: hottest first (most tokens saved), None where they were not asked for; prefixes_cut:
-    whether the tree has more nodes than were looked at. step_budget_s: the time that a policy allows a step, None for
-    policies that do not bound time. step_budget_tokens: prompt tokens that a step may compute, -1 for no bound.
+    """The scheduler at one moment.
+
+    prefixes: the hottest first (most tokens saved); None if they were not requested.
+    prefixes_cut: whether the tree has more nodes than were visited.
+    step_budget_s: the time that the policy allows a step; None for policies that do not bound time.
+    step_budget_tokens: prompt tokens that a step may compute; -1 for no bound.
     """
 
     groups: list[LiveGroup]

@@ -1,7 +1,7 @@
-"""The start of a look ahead: the state of the scheduler at one moment as columns, and recent arrivals and ends.
+"""The input of a lookahead forecast: the scheduler's state at one moment as columns, and recent arrivals and ends.
 
-Taking it costs the scheduler a few numpy calls, however long the queue is. It goes to the process that looks ahead as
-msgpack, arrays as raw bytes.
+Taking the state costs a few numpy calls, however long the queue is. It is sent to the lookahead process as msgpack,
+with arrays as raw bytes.
 """
 
 import zlib
@@ -106,7 +106,7 @@ class LookaheadState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LookaheadQuery(msgspec.Struct, array_like=True, frozen=True):
-    """Look `horizon_s` ahead from `state` under each of the candidates. Equal numbers draw equal futures."""
+    """Forecast `horizon_s` from `state` under each candidate. Equal numbers draw equal random futures."""
 
     number: int
     candidates: list[str]
@@ -162,7 +162,7 @@ def block_chain(request: Request) -> Int64Array:
 
 
 def encode(message: Message | LookaheadReply) -> bytes:
-    """A message as bytes. Messages to the process that looks ahead begin with a byte for their kind."""
+    """A message as bytes. Messages to the lookahead process begin with a byte for their kind."""
     body = _ENCODER.encode(message)
     return body if isinstance(message, LookaheadReply) else bytes([_MESSAGES.index(type(message))]) + body
 
@@ -170,7 +170,7 @@ def encode(message: Message | LookaheadReply) -> bytes:
 def decode(data: bytes) -> Message:
     """The message in `data`. Raises ValueError for anything else."""
     if not data or data[0] >= len(_MESSAGES):
-        raise ValueError("not a message to the process that looks ahead")
+        raise ValueError("not a message to the lookahead process")
     found: Message = _DECODERS[data[0]].decode(memoryview(data)[1:])
     return found
 
@@ -183,7 +183,7 @@ def decode_reply(data: bytes) -> LookaheadReply:
 def _encode_array(value: object) -> Any:
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    raise NotImplementedError(f"a look-ahead message cannot hold a {type(value).__name__}")
+    raise NotImplementedError(f"a lookahead message cannot hold a {type(value).__name__}")
 
 
 def _decode_array(wanted: Any, value: Any) -> Int64Array:

@@ -86,7 +86,7 @@ class AdapterSlots:
         return slot is not None
 
     def join(self, row: int) -> None:
-        """A row that may start takes its place."""
+        """A row that may start is admitted."""
         table = self._table
         adapter = int(table.adapter[row])
         if not self.enabled or adapter == NO_ADAPTER:
@@ -103,7 +103,7 @@ class AdapterSlots:
         table.slot[row] = slot
 
     def needs_load(self, row: int) -> bool:
-        """The executor hears of a row's adapter and slot; returns whether it has to bring the one to the other."""
+        """A row starts on the executor; returns whether its adapter must be loaded into its slot."""
         slot, adapter = int(self._table.slot[row]), int(self._table.adapter[row])
         if not slot or self._loaded[slot] == adapter:
             return False
@@ -111,7 +111,7 @@ class AdapterSlots:
         return True
 
     def leave(self, row: int) -> None:
-        """A row has lost its place."""
+        """A row ended or was retracted."""
         slot = int(self._table.slot[row])
         if slot:
             self._users[slot] -= 1
@@ -139,7 +139,7 @@ class AdapterSlots:
             self._clear(slot)
         self._claimed.pop(self._claims.pop(adapter, 0), None)
         self._begin_anew(adapter)
-        # The slot is one more user of the number, which no other adapter may get while this one is there.
+        # The slot counts as a user of the number, so no other adapter gets this number meanwhile.
         self._table.retain_adapter(adapter)
         self._holders[slot], self._slot_of[adapter] = adapter, slot
 

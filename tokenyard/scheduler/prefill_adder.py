@@ -126,11 +126,11 @@ class PrefillAdder:
         self._memory.unlock(match)
 
     def _fits(self, row: int, hit: int) -> bool:
-        """Whether there is a free row, and prompt and predicted answer fit beside all reservations; if not, preempt.
+        """Whether there is a free row, and prompt and predicted answer fit on top of all reservations; if not, preempt.
 
-        With nothing running and nothing planned a row may always try: `submit` refuses what can never fit. Only one
-        that has tried in vain beside pages held for a reader outside waits until some are returned. A row is preempted
-        only if the budget allows a chunk of the newcomer, so that no preemption is in vain.
+        If nothing runs and nothing is planned, a row may always try, as `submit` refuses requests that can never fit. A
+        row that failed while pages were held for a reader outside waits until some are returned. A row is preempted
+        only if the budget allows a chunk of the newcomer, so that no preemption is useless.
         """
         views = self._views
         # Rows that began to load in this step are in no view and not in the builder.
@@ -203,7 +203,7 @@ class PrefillAdder:
         table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = hit
 
     def _start_row(self, row: int) -> None:
-        """Tell the executor of the pool row's new owner and of the pages that it holds so far."""
+        """Send the executor the pool row's new owner and the pages that it has so far."""
         request_state, pool_row = self._table.request_state(row), int(self._table.pool_row[row])
         held = self._memory.pages_for(int(self._table.held[row]))
         self._builder.write_page_run(pool_row, 0, self._memory.pool.page_table[pool_row, :held].copy())

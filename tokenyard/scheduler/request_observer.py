@@ -1,4 +1,4 @@
-"""Observability, apart from the moves themselves: timings of stages, history, priority inversion and counters.
+"""Observability: timings of stages, history, priority inversion and counters.
 
 The state reports what happens to each request; no plan depends on what is kept here.
 """
@@ -65,7 +65,7 @@ class RequestObserver:
         self.counters.prompt_tokens += prompt_tokens * answers
 
     def joined(self, row: int, waiting: int, admitted: int, now: int) -> None:
-        """`row` joins the queue, beside `waiting` rows that wait and `admitted` rows that have a place."""
+        """`row` joins the queue, in which `waiting` rows wait, while `admitted` rows are admitted."""
         timings = self._timings(row)
         timings.waiting_ahead, timings.admitted_ahead = waiting, admitted
         self.moved(row, now)

@@ -80,7 +80,7 @@ class SchedulerState:
         settings.validate()
         if info.windows is not None and settings.enable_hierarchical_cache:
             raise ConfigError(
-                "KV of layers with a window cannot be stored below; --swa-full-tokens-ratio 0 keeps it for all tokens"
+                "the KV store does not support layers with a window; --swa-full-tokens-ratio 0 keeps KV of all tokens"
             )
         self.settings = settings
         self.info = info
@@ -496,9 +496,9 @@ class SchedulerState:
         return measures | self.memory.measures()
 
     def queued_work(self, cost: CostModel | None = None) -> tuple[int, float]:
-        """Tokens of prompts that wait or are computed in chunks and are not computed yet, and the seconds that these
-        take by `cost`, or by the scheduler's own model, which is the first belief of the device where no policy asks
-        for one.
+        """Tokens of waiting and started prompts that are not computed yet, and the seconds that they take.
+
+        The seconds are by `cost`, else by the scheduler's cost model, else by the prior cost model of the device.
         """
         rows = np.concatenate((self.waiting.rows, self.prefilling.rows))
         if not len(rows):

@@ -8,15 +8,20 @@ from tokenyard.scheduler.scheduler_state import SchedulerState
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV.
-    held_tokens: KV held for a reader or writer outside. queued_tokens: of prompts, still to be computed, as if nothing
-    of those that wait were cached; queued_s: seconds that this takes by the cost model.
-    unstored_tokens: KV evicted before it went to the KV store; waiting_stores: prefixes that wait for that.
+    """The state at one moment.
 
-    step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: figures
-    of the policy and of the limits of tenants, by metric name (`Policy.measures`). overtaking: the policy's stated
-    bound. policy_note: why another policy than the configured one is in use; "" if it is not. policy_failure: why a
-    policy of the user's own was given up; "" if it was not.
+    used_tokens: all KV but free and evictable pages.
+    cached_tokens: evictable KV.
+    held_tokens: KV on private pages of readers and writers outside.
+    queued_tokens: prompt tokens still to be computed, with nothing of waiting prompts counted as cached.
+    queued_s: seconds that these take by the cost model.
+    step_time_error: running mean of |predicted - measured| / measured; None if no cost model learns.
+    measures: gauges by metric name: of the policy (`Policy.measures`), tenants, adapters and windows.
+    overtaking: the policy's stated bound.
+    policy_note: why a policy other than the configured one is in use; "" if it is not.
+    policy_failure: why a user-defined policy was replaced by fcfs; "" if it was not.
+    unstored_tokens: KV evicted before it was offered to the KV store.
+    waiting_stores: prefixes that wait to be offered.
     """
 
     now: int
