@@ -167,8 +167,8 @@ class PrefillAdder:
         return self._memory.page_size * len(self._views.running)
 
     def _chunk(self, row: int, start: int, prefilling: int) -> int:
-        """Tokens of a newcomer's prompt from `start` on that this step may compute beside `prefilling` other unfinished
-        prompts; 0 if it has to wait.
+        """Tokens of a newcomer's prompt from `start` on that this step may compute next to `prefilling` other
+        unfinished prompts; 0 if it has to wait.
         """
         rest = int(self._table.target[row]) - start
         count = min(self._budget.chunk(start, rest), self._memory.max_chunk_tokens)
@@ -386,7 +386,7 @@ class PrefillAdder:
 
 
 class WindowBudget:
-    """How many window tokens a newcomer lacks beside what is reserved, and what victims would give."""
+    """How many window tokens a newcomer lacks in addition to reservations, and how many victims would free."""
 
     def __init__(self, state: SchedulerState, windows: WindowPages) -> None:
         self._table, self._memory, self._windows = state.table, state.memory, windows

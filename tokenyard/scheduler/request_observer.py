@@ -16,9 +16,19 @@ from tokenyard.scheduler.request_table import RequestTable
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start. Tokens: prompt (submitted), hit (found in the tree at first admission), prefill (computed
-    in chunks), recomputed (computed again after a retraction), generated (sampled and kept), draft (verified), accepted
-    draft. verify_rows: rows that verified drafts, counted in each step. adapter_loads: LoRA adapters brought to slots.
+    """Totals since the start.
+
+    steps, prefill_steps, decode_steps: plans; a step with both kinds of rows counts as both.
+    submitted, rejected, finished, aborted: answers.
+    retracted, preempted: retractions for lack of pages, and for more urgent requests.
+    prompt_tokens: tokens of submitted prompts.
+    hit_tokens: prompt tokens found in the tree at first admission.
+    prefill_tokens: tokens computed in chunks.
+    recomputed_tokens: tokens computed again after a retraction.
+    generated_tokens: tokens sampled and kept.
+    verify_rows: rows that verified drafts, counted in each step.
+    draft_tokens, accepted_draft_tokens: drafts verified, and those of them that were right.
+    adapter_loads: LoRA adapters loaded into slots.
     """
 
     steps: int = 0

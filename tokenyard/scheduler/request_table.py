@@ -147,7 +147,7 @@ class RequestTable:
     """
 
     def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
-        """`tenants` always have numbers of their own, however many others come."""
+        """`tenants` always have separate numbers, however many other tenants appear."""
         self._capacity = 0
         self._free: list[int] = []
         self._request_states: list[RequestState | None] = []
