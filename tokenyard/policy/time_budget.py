@@ -26,7 +26,7 @@ S_PER_MS = 1e-3
 
 @dataclass(slots=True)
 class TimeBudget(StepBudget):
-    """A step's allowance in seconds (see `budget.StepBudget`).
+    """A step's allowance in seconds (see `step_budget.StepBudget`).
 
     Chunks that do not complete a prompt are multiples of `multiple`. One chunk of up to `granted_tokens` is allowed
     even without time left, so prefill progresses under any targets.

@@ -1,4 +1,4 @@
-"""KV pages and their owners. All other modules of the scheduler take, free and cache pages through `KvMemory`.
+"""KV pages and their owners. `KvMemory` joins the allocator, the tree and the page table.
 
 Four owners have pages: the allocator (free), the tree (`tree.evictable_pages`, `tree.protected_pages`), rows (private)
 and holds (for a reader or writer outside the plans, until it has ended; not counted as pages that will be freed).

@@ -57,7 +57,7 @@ class PrefillAdder:
     def _growth(self, views: Views) -> int:
         """Tokens held back for running rows: the headroom, but at least what their next decode takes.
 
-        With less, a newcomer could take those pages and be retracted at once.
+        With less, a newcomer could take those pages and be retracted immediately.
         """
         growing = self._memory.page_size * self._state.pages_to_decode(views.running)
         return max(self._policy.headroom.running_tokens(views), growing)
@@ -65,7 +65,7 @@ class PrefillAdder:
     def fill(self) -> None:
         """Draw candidates until the budget is used up or a newcomer does not fit; then only started prefills continue.
 
-        Sets `refused` to the newcomer that did not fit into memory.
+        Sets `refused` to the newcomer that did not fit in memory.
         """
         drawn: set[int] = set()
         for row in self._policy.candidates(self._views):
