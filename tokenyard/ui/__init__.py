@@ -1,5 +1,5 @@
-"""The files of the pages that people look at: a server's, a router's, and those that reports are made of.
+"""The files of the web pages: the server's, the router's, and those of reports.
 
-Plain HTML, CSS and JavaScript, shipped as they are. `vendor/` has uPlot 1.6.32 (MIT, its licence beside it), which
-draws the curves. Nothing here comes from another host, at build time or at run time.
+Plain HTML, CSS and JavaScript without a build step. `vendor/` has uPlot 1.6.32 (MIT, with its licence), which draws the
+curves. Nothing is loaded from another host, at build time or at run time.
 """

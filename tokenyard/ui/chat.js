@@ -22,7 +22,7 @@ const YardChat = (() => {
     return wanted;
   }
 
-  /* The data lines of a stream of events, as they come. */
+  /* The data lines of a stream of server-sent events. */
   async function* events(response) {
     const reader = response.body.getReader();
     const decoder = new TextDecoder();
@@ -66,7 +66,7 @@ const YardChat = (() => {
     busy(false);
     if (state.text) history.push({ role: "assistant", content: state.text });
     else if (history.length && history[history.length - 1].role === "user") history.pop();
-    told(message, state, began, explain);
+    showTimes(message, state, began, explain);
   }
 
   function take(chunk, state, message, body) {
@@ -95,7 +95,7 @@ const YardChat = (() => {
     body.textContent = state.text ? `${state.text}\n\n${why}` : why;
   }
 
-  function told(message, state, began, explain) {
+  function showTimes(message, state, began, explain) {
     if (!state.first) { if (!message.classList.contains("failed")) message.remove(); return; }
     const now = performance.now();
     const tokens = state.usage ? state.usage.completion_tokens : null;

@@ -1,4 +1,4 @@
-"""Reads the pages' files, and says which path of a server shows which."""
+"""The files of the pages, and the paths at which a server or router serves them."""
 
 from functools import cache
 from importlib.resources import files
@@ -27,7 +27,7 @@ ROUTER_PAGE = {
     "/ui/router.css": ("router.css", STYLE),
     "/ui/router.js": ("router.js", SCRIPT),
 }
-"""The same of a router's page."""
+"""Path -> file and content type of a router's page."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -36,10 +36,10 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""Sent with each file: the page runs no script but its own, and speaks to no other host."""
+"""Sent with each file: a page runs only its own scripts and contacts no other host."""
 
 
 @cache
 def read_file(name: str) -> bytes:
-    """The bytes of a file of this folder, read once. Raises FileNotFoundError for one that is not there."""
+    """The bytes of a file of this folder, read once. Raises FileNotFoundError for a missing one."""
     return files("tokenyard.ui").joinpath(name).read_bytes()

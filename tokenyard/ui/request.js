@@ -62,13 +62,13 @@ const YardRequest = (() => {
     return view;
   }
 
-  function levers(id, reload) {
-    const told = el("span", { role: "status" });
+  function controls(id, reload) {
+    const status = el("span", { role: "status" });
     const input = el("input", { type: "number", step: "1", "aria-label": "Priority" });
     const run = async (method, path, body, done) => {
       const answer = await ask(method, path, body);
-      told.className = answer.ok ? "good" : "bad";
-      told.textContent = answer.ok ? answer.value.note || done : answer.message;
+      status.className = answer.ok ? "good" : "bad";
+      status.textContent = answer.ok ? answer.value.note || done : answer.message;
       if (answer.ok) reload();
     };
     const path = `v1/requests/${encodeURIComponent(id)}`;
@@ -77,7 +77,7 @@ const YardRequest = (() => {
     return el("div", { class: "stack" }, el("h3", { text: "Change it (admin key)" }), el("div", { class: "actions" }, el("label", { text: "Priority" }, input), set,
       button("Pause", () => run("POST", `${path}/pause`, undefined, "paused")),
       button("Resume", () => run("POST", `${path}/resume`, undefined, "resumed")),
-      button("Abort", () => run("POST", "abort_request", { rid: id }, "aborted")), told));
+      button("Abort", () => run("POST", "abort_request", { rid: id }, "aborted")), status));
   }
 
   async function open(id) {
@@ -96,7 +96,7 @@ const YardRequest = (() => {
     const open_ = await load();
     if ($("request-title").textContent !== id) return;
     if (open_) {
-      body.append(levers(id, load));
+      body.append(controls(id, load));
       const timer = setInterval(async () => {
         if (!dialog.open || $("request-title").textContent !== id || !(await load())) clearInterval(timer);
       }, 1000);

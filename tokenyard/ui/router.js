@@ -1,4 +1,4 @@
-/* The router's page: asks /metrics and /workers once a second while it is looked at. */
+/* The router's page: polls /metrics and /workers once a second while it is visible. */
 "use strict";
 (() => {
   const { el, key, number, percent, duration, slot, chart } = Yard;
@@ -47,7 +47,7 @@
     tile("rate", number(rate((m) => one(m, "requests_total"), 5)), "/s", `${number(one(metrics, "requests_total"))} since the start`);
     tile("open", number(one(metrics, "open_requests")), "", `imbalance ${number(one(metrics, "load_imbalance"))}`);
     tile("queue", number(one(metrics, "queue_requests")), "", `${number(one(metrics, "queued_total"))} had to wait so far`);
-    tile("hits", percent(ratio("cached_tokens_total", "reported_prompt_tokens_total", 60)), "", one(metrics, "reported_prompt_tokens_total") ? `expected ${percent(ratio("predicted_cached_tokens_total", "reported_prompt_tokens_total", 60))}` : "no answer told its usage yet");
+    tile("hits", percent(ratio("cached_tokens_total", "reported_prompt_tokens_total", 60)), "", one(metrics, "reported_prompt_tokens_total") ? `expected ${percent(ratio("predicted_cached_tokens_total", "reported_prompt_tokens_total", 60))}` : "no answer with usage yet");
     const chosen = growth((m) => Object.values(by(m, "choices_total", "reason")).reduce((a, b) => a + b, 0), 60).amount;
     const spilled = growth((m) => SPILLED.reduce((all, reason) => all + (by(m, "choices_total", "reason")[reason] || 0), 0), 60).amount;
     tile("spills", number(spilled), "", chosen ? `${percent(spilled / chosen)} of ${number(chosen)} choices` : "");
@@ -60,13 +60,13 @@
     return slot(targetSlots.get(name));
   }
   async function lever(worker, verb) {
-    const told = $("workers-answer");
+    const status = $("workers-answer");
     try {
       const response = await fetch(`workers/${encodeURIComponent(worker.id)}/${verb}`, { method: "POST", headers: headers() });
-      told.className = response.ok ? "good" : "bad";
-      told.textContent = response.ok ? `${worker.id}: ${verb === "drain" ? "gets no new requests" : "gets requests again"}` : (await response.json()).error.message;
+      status.className = response.ok ? "good" : "bad";
+      status.textContent = response.ok ? `${worker.id}: ${verb === "drain" ? "gets no new requests" : "gets requests again"}` : (await response.json()).error.message;
     } catch {
-      told.className = "bad"; told.textContent = "the router does not answer";
+      status.className = "bad"; status.textContent = "the router does not answer";
     }
   }
   function showWorkers(workers, metrics) {
@@ -110,7 +110,7 @@
     plots.reasons = plot($("chart-reasons"), reasons.map((label, place) => ({ label: label.replaceAll("_", " "), color: slot(place) })), {}, { stacked: true });
   }
   function makePlots() {
-    plots.hits = plot($("chart-hits"), [{ label: "came true", color: slot(1) }, { label: "expected", color: slot(4), kind: "dash" }], { format: percent, range: () => [0, 1] });
+    plots.hits = plot($("chart-hits"), [{ label: "actual", color: slot(1) }, { label: "expected", color: slot(4), kind: "dash" }], { format: percent, range: () => [0, 1] });
     plots.queue = plot($("chart-queue"), [{ label: "waiting", color: slot(2), kind: "area" }, { label: "mean first byte (ms)", color: slot(0) }], {});
   }
   function showPlots() {
@@ -127,7 +127,7 @@
   }
 
   function state(kind, text) { $("live-dot").className = `dot ${kind}`; $("live-text").textContent = text; }
-  async function look() {
+  async function poll() {
     if (document.hidden) return;
     const answer = await fetch("metrics");
     const metrics = parse(await answer.text());
@@ -142,13 +142,13 @@
   async function about() {
     const answer = await fetch("server_info", { headers: headers() });
     if (!answer.ok) return;
-    const told = await answer.json();
-    $("policy").textContent = `policy ${told.policy}`;
-    $("version").textContent = `Tokenyard ${told.version}`;
+    const info = await answer.json();
+    $("policy").textContent = `policy ${info.policy}`;
+    $("version").textContent = `Tokenyard ${info.version}`;
   }
   async function run() {
     for (;;) {
-      try { await look(); } catch { state("off", "the router does not answer"); }
+      try { await poll(); } catch { state("off", "the router does not answer"); }
       await new Promise((done) => setTimeout(done, 1000));
     }
   }

@@ -26,7 +26,7 @@
     }
   }
 
-  /* ---- what has come ---- */
+  /* ---- state from the stream ---- */
   const seen = { bins: new Map(), moments: new Map(), totals: [], server: null, tick: null, prefixes: null, texts: new Map() };
   const tenantSlots = new Map();
   const BIN = { steps: 1, prefill: 2, decode: 3, busy_ms: 4, longest_ms: 5, predicted_ms: 6 };
@@ -186,7 +186,7 @@
     plots.kv = chart($("chart-kv"), live(168, [
       { label: "requests", color: slot(0) }, { label: "shared", color: slot(4) }, { label: "cached", color: slot(1) }, { label: "held", color: slot(7) }], { format: rate, range: () => [0, kvTotal()] }, { stacked: true }));
   }
-  /* A budget far above the steps would press them flat, so it is left out of the range; the legend tells it. */
+  /* A budget far above the steps would press them flat, so it is left out of the range; the legend shows it. */
   function stepRange(self) {
     const tallest = (place) => Math.max(0, ...self.data[place].filter((value) => value !== null));
     const steps = Math.max(tallest(1), tallest(3)), budget = tallest(4);
@@ -221,7 +221,7 @@
     const tiers = Object.entries(tick.tiers).map(([name, tier]) => `${name}: ${number(tier.tokens)} tokens, ${number(tier.bytes / 1e6)} MB${tier.loading ? `, ${tier.loading} loading` : ""}`);
     $("kv-note").textContent = [`${number(tick.kv.total)} tokens, ${number(tick.kv.free)} free`, ...tiers].join(" · ");
   }
-  /* A moment that was missed looks like the one before it. */
+  /* A missed sample repeats the one before it, for up to 8 bins. */
   function bridged(values) {
     let held = null, gap = 0;
     return values.map((value) => {
@@ -246,7 +246,7 @@
   function showPrefixes() {
     const found = seen.prefixes;
     if (!found) return;
-    $("prefix-note").textContent = seen.cut ? "by tokens saved; the tree has more than was looked at" : "by tokens saved; a dot marks those in use";
+    $("prefix-note").textContent = seen.cut ? "by tokens saved; the tree has more than was searched" : "by tokens saved; a dot marks those in use";
     if (!found.length) { $("prefixes").replaceChildren(el("p", { class: "empty", text: "No prefix was used twice yet." })); return; }
     const body = el("tbody", {});
     const most = Math.max(...found.map((one) => one.hits * one.tokens));
@@ -259,7 +259,7 @@
     }
     $("prefixes").replaceChildren(table(["Prefix", "Depth", "Hits", "Saved"], body));
   }
-  /* How far back totals go, in words: less than a minute until the page has been open for so long. */
+  /* The span of the totals in words: at most a minute, less until the page has been open for that long. */
   function lately() {
     const all = seen.totals;
     return `${all.length ? Math.min(SECONDS, Math.round(all[all.length - 1].at - all[0].at)) : 0} s`;
@@ -304,18 +304,18 @@
   }
   async function setPolicy(event) {
     event.preventDefault();
-    const told = $("policy-answer");
+    const status = $("policy-answer");
     let answer;
     try {
       answer = await ask("POST", "v1/scheduler", { policy: $("policy").value, options: readOptions($("options").value) });
     } catch (error) {
       answer = { ok: false, message: error.message };
     }
-    told.className = answer.ok ? "good" : "bad";
-    told.textContent = answer.ok ? `The queue is now ordered by ${answer.value.policy}.` : answer.message;
+    status.className = answer.ok ? "good" : "bad";
+    status.textContent = answer.ok ? `The queue is now ordered by ${answer.value.policy}.` : answer.message;
   }
 
-  /* ---- the whole ---- */
+  /* ---- connection and start ---- */
   function about(server) {
     $("model").textContent = server.model;
     $("version").textContent = `Tokenyard ${server.version}, up since ${new Date(server.started * 1000).toLocaleString()}`;
