@@ -1,6 +1,6 @@
-"""The engine as the server sees it: two protocols, both of which `engine.TokenizerManager` implements.
+"""The engine's interface to the server: two protocols, both implemented by `TokenizerManager`.
 
-Handlers that answer requests need `GenerateClient` only; probes and levers need `ControlClient` only.
+Handlers of requests need only `GenerateClient`; probes and control routes need only `ControlClient`.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class LoraAdapterView(Protocol):
 
     @property
     def folder(self) -> str:
-        """Where it was read."""
+        """The folder that it was loaded from."""
 
 
 class LoraRegistryView(Protocol):
@@ -35,17 +35,17 @@ class LoraRegistryView(Protocol):
 
     @property
     def loaded(self) -> Mapping[str, LoraAdapterView]:
-        """Those that requests may name, by name."""
+        """The adapters that requests may name, by name."""
 
     async def load(self, name: str, folder: str) -> LoraAdapterView:
         """Load one. Raises ConfigError for one that cannot be served."""
 
     async def unload(self, name: str) -> None:
-        """Free one when its requests have ended. Raises InvalidRequestError if there is none of that name."""
+        """Unload one once its requests have ended. Raises InvalidRequestError if there is none of that name."""
 
 
 class GenerateClient(Protocol):
-    """Answers requests. All methods raise EngineDeadError once the engine has gone."""
+    """Answers requests. All methods raise EngineDeadError once the engine has ended."""
 
     @property
     def adapters(self) -> LoraRegistryView:
@@ -53,11 +53,11 @@ class GenerateClient(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, None where the engine takes and gives token ids only."""
+        """The tokenizer, None if the engine takes and returns token ids only."""
 
     @property
     def records(self) -> PausedRequests | None:
-        """The paused requests that outlive the engine; None where none do."""
+        """The paused requests that outlive the engine; None if records are off."""
 
     @property
     def template_sources(self) -> Mapping[str, str]:
@@ -65,97 +65,98 @@ class GenerateClient(Protocol):
 
     @property
     def response_template(self) -> Any:
-        """What the checkpoint itself says of how the model writes, None where it does not."""
+        """The checkpoint's `response_template`, None if it has none."""
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum tokens of prompt and answer together."""
 
     @property
     def max_prompt_bytes(self) -> int:
-        """Most bytes of text that a prompt can have."""
+        """Maximum bytes of a text prompt."""
 
     async def tokenize(self, text: str, add_special_tokens: bool, *, allow_too_long: bool = False) -> Int32Array:
-        """The token ids of a text, int32[n]; with `allow_too_long` also of one that is too long for a prompt.
+        """The token ids of a text, int32[n]; with `allow_too_long` also of one that exceeds the prompt limit.
 
-        Raises InvalidRequestError without a tokenizer and ContextLengthError beyond what is taken.
+        Raises InvalidRequestError without a tokenizer and ContextLengthError for a text that is too long.
         """
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The prompt for a conversation; `options` are those of `ChatTemplate.render`. Raises InvalidRequestError."""
 
     async def feed(self, spec: GenerateReqInput, reader: Reader, ended: Ended) -> None:
-        """Answer one request and give each delta to `reader`; tell `ended` of ends that the reader does not see.
+        """Answer one request: call `reader` with each delta, and `ended` with ends that the reader does not get.
 
         Cancelling it cancels the request. Raises InvalidRequestError for a wrong spec, and what `reader` raises.
         """
 
 
 class ControlClient(Protocol):
-    """Watches and steers the engine. All coroutines raise EngineDeadError once the engine has gone."""
+    """Observes and controls the engine. All coroutines raise EngineDeadError once the engine has ended."""
 
     async def abort(self, rid: str | None = None, cause: AbortCause = "cancelled") -> None:
-        """End one request, or all."""
+        """Abort one request, or all."""
 
     async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
-        """Change how urgent a request is; False if there is none."""
+        """Change the priority or deadline of a request; False if there is none."""
 
     async def pause_request(self, rid: str) -> bool:
-        """Hold one request back; False if there is none."""
+        """Pause a request; False if there is none."""
 
     async def resume_request(self, rid: str) -> bool:
-        """Let it go on; False if there is none."""
+        """Resume a request; False if there is none."""
 
     async def explain(self, rid: str) -> list[Explanation]:
         """Where the time of each answer went; empty if the request is not known."""
 
     def recent_rids(self) -> list[str]:
-        """The ids of requests that are open or ended not long ago."""
+        """The ids of open and recently ended requests."""
 
     def rid_of(self, number: int) -> str | None:
         """The id of the request with this number."""
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Stop working."""
+        """Pause the engine."""
 
     async def continue_(self) -> None:
-        """Go on."""
+        """Continue after `pause`."""
 
     async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
-        """Order the queue by another policy. Raises ConfigError if that cannot be."""
+        """Change the scheduling policy. Raises ConfigError for an unknown policy or option."""
 
     async def flush_cache(self) -> bool:
-        """Empty the prefix cache; False if requests are there."""
+        """Empty the prefix cache; False while requests wait or run."""
 
     async def clear_store(self) -> int:
-        """Forget all KV below the device; returns how many blocks that was."""
+        """Delete all KV in the KV store; returns the number of blocks."""
 
     async def snapshot(self, timeout_s: float = 2.0) -> Mapping[str, Any]:
-        """Counters of the scheduler, not quite new ones if it does not answer in time."""
+        """The schedulers' counters; those of the last heartbeat without an answer in time."""
 
     async def watch(self, *, prefixes: bool, bins: int) -> list[dict[str, Any]]:
-        """What a live page shows of each scheduler now, and of its latest steps. Raises OverloadedError without an
-        answer in time.
+        """The state and the latest steps of each scheduler, for the live page.
+
+        Raises OverloadedError without an answer in time.
         """
 
     async def rank_snapshots(self, timeout_s: float = 2.0) -> Mapping[int, Mapping[str, Any]]:
         """The same of each data-parallel rank that runs, by its number; `snapshot` is their sum."""
 
     def lost_schedulers(self) -> int:
-        """How many schedulers have ended so far, each with its cache."""
+        """The number of schedulers that have ended so far; each lost its prefix cache."""
 
     def rank_ages_s(self) -> Mapping[int, float]:
         """Age of the last heartbeat of every rank in seconds; infinite for one that does not run."""
 
     async def start_profile(self) -> bool:
-        """Begin a timeline of the steps; False if one runs."""
+        """Start a profile of the steps; False if one is running."""
 
     async def stop_profile(self) -> bytes | None:
-        """End it and return its events as a JSON list; None if none runs."""
+        """End the profile and return its events as a JSON list; None if none is running."""
 
     def health(self) -> float:
-        """Age of the last heartbeat in seconds, that of the rank that is best; infinite if the engine died."""
+        """Age of the latest heartbeat of any rank in seconds; infinite if the engine has ended."""
 
 
 class EngineClient(GenerateClient, ControlClient, Protocol):
-    """Both."""
+    """The whole interface."""

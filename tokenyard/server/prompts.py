@@ -15,7 +15,7 @@ from tokenyard.server.protocol import ChatRequest, CompletionRequest
 
 MAX_TOKEN_ID = 2**31 - 1
 CHAT_BODY_BYTES = 16
-"""Most bytes of a conversation's body for each byte of the longest prompt: escapes, field names, tools."""
+"""Maximum bytes of a chat body per byte of the longest prompt: escapes, field names, tools."""
 
 MIN_CHAT_BODY_BYTES = 1_000_000
 
@@ -30,17 +30,17 @@ class CompletionPrompt:
 
 
 def check_chat_body(call: RequestContext) -> None:
-    """Raise ContextLengthError for the body of a conversation that is far larger than any prompt, before it is read."""
+    """Raise ContextLengthError for a chat body far larger than any prompt, before it is parsed."""
     check_length(call, len(call.body), "messages")
 
 
 def check_length(call: RequestContext, size: int, param: str) -> None:
-    """Raise ContextLengthError for a conversation of `size` bytes, as JSON, if that is far more than any prompt."""
-    max_ids = max(MIN_CHAT_BODY_BYTES, CHAT_BODY_BYTES * call.manager.max_prompt_bytes)
-    if size > max_ids:
+    """Raise ContextLengthError for a conversation of `size` bytes of JSON if that is far more than any prompt."""
+    max_bytes = max(MIN_CHAT_BODY_BYTES, CHAT_BODY_BYTES * call.manager.max_prompt_bytes)
+    if size > max_bytes:
         raise ContextLengthError(
             f"the body has {size} bytes; with prompts of at most {call.manager.max_prompt_bytes} bytes, at most"
-            f" {max_ids} are taken",
+            f" {max_bytes} are accepted",
             param=param,
         )
 
@@ -62,7 +62,7 @@ def check_messages(messages: list[dict[str, Any]], max_prompt_tokens: int) -> li
         parts = content if isinstance(content, list) else []
         pieces += len(parts)
         if pieces > 2 * max_prompt_tokens:
-            raise ContextLengthError(f"so many messages do not fit into {max_prompt_tokens} tokens", param="messages")
+            raise ContextLengthError(f"too many messages for {max_prompt_tokens} tokens", param="messages")
         for part in parts:
             _check_part(part, where)
     return messages
@@ -112,7 +112,7 @@ def token_ids(value: list[Any], param: str, max_ids: int) -> Int32Array:
     and InvalidRequestError for anything but token ids.
     """
     if len(value) > max_ids:
-        raise ContextLengthError(f"{param} has {len(value)} tokens; at most {max_ids} are taken", param=param)
+        raise ContextLengthError(f"{param} has {len(value)} tokens; at most {max_ids} are accepted", param=param)
     if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in value):
         raise InvalidRequestError(f"{param} must hold token ids, which are whole numbers from 0", param=param)
     return np.array(value, dtype=np.int32)
@@ -127,11 +127,12 @@ def split_prompts(call: RequestContext, value: str | list[Any], param: str) -> l
         return [value]
     if not value:
         raise InvalidRequestError(f"{param} must not be empty", param=param)
-    max_prompt_tokens, most_prompts = call.manager.context_length, call.state.options.max_prompts
+    max_prompt_tokens, max_prompts = call.manager.context_length, call.state.options.max_prompts
     if not isinstance(value[0], str | list):
         return [token_ids(value, param, max_prompt_tokens)]
-    if len(value) > most_prompts:
-        raise InvalidRequestError(f"{len(value)} prompts in one request; at most {most_prompts} are taken", param=param)
+    if len(value) > max_prompts:
+        message = f"{len(value)} prompts in one request; at most {max_prompts} are accepted"
+        raise InvalidRequestError(message, param=param)
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) for item in value):

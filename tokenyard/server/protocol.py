@@ -1,7 +1,7 @@
-"""The bodies that clients send, as dataclasses that msgspec fills, and how bytes become one.
+"""Request bodies as dataclasses, filled by msgspec.
 
-Every field may be null, which means "not given". Unknown fields are ignored (and logged once), or refused in strict
-mode. Errors are always InvalidRequestError with the field at fault.
+Optional fields may be null, which means "not given". Unknown fields are ignored and logged once, or refused in strict
+mode. Errors are InvalidRequestError with the field at fault.
 """
 
 import logging
@@ -19,7 +19,7 @@ from tokenyard.server.http.large_bodies import check_parts, run_off_loop
 log = logging.getLogger(__name__)
 
 MAX_SEEN_FIELDS, MAX_LOGGED_FIELDS = 1000, 20
-"""Names of unknown fields that are remembered, and that one request may write to the log."""
+"""Unknown field names that are remembered, and that one request may log."""
 
 MAX_ENTRIES = {
     "stop": 128,
@@ -29,7 +29,7 @@ MAX_ENTRIES = {
     "documents": 1024,
     "label_token_ids": 1024,
 }
-"""Longer ones are refused before each entry is looked at, which would hold up everything else."""
+"""Maximum entries of a field. Longer ones are refused before their entries are checked, which would take too long."""
 
 Priority = int | str | None
 T = TypeVar("T")
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class StreamOptions:
-    """What a stream tells beside text."""
+    """Extra content of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -99,7 +99,7 @@ class SchedulingFields:
 
 @dataclass(kw_only=True)
 class DisaggFields:
-    """Where the other half of a request is that comes in two (see `kv_routes`)."""
+    """The peer of a request under PD disaggregation (see `openai.disagg_params`)."""
 
     kv_transfer_params: dict[str, Any] | None = None
     bootstrap_host: str | list[str] | None = None
@@ -109,7 +109,7 @@ class DisaggFields:
 
 @dataclass(kw_only=True)
 class UnsupportedFields:
-    """What clients of SGLang, vLLM and older APIs may ask for and this server cannot do; see `refuse_unsupported`."""
+    """Fields of SGLang, vLLM and older APIs that this server refuses; see `refuse_unsupported`."""
 
     custom_logit_processor: Any = None
     logits_processors: Any = None
@@ -133,7 +133,7 @@ class UnsupportedFields:
 
 @dataclass(kw_only=True)
 class IgnoredFields:
-    """What clients may send that changes nothing here: hints, and wishes that are met anyway."""
+    """Hints and options of clients; most change nothing here."""
 
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -149,7 +149,7 @@ class IgnoredFields:
 
 @dataclass(kw_only=True)
 class OpenAIFields(SamplingFields, SchedulingFields, DisaggFields, UnsupportedFields, IgnoredFields):
-    """What chat and text completions have in common."""
+    """Fields that chat and text completions share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -280,8 +280,10 @@ class PauseRequest:
 
 @dataclass(kw_only=True)
 class ResumeRequest:
-    """`POST /v1/requests/{id}/resume`, where the request was paused before the engine ended: how many tokens of the
-    answer the client has, if it lost some, and whether the rest shall come as a stream.
+    """`POST /v1/requests/{id}/resume`, for a request that was paused before the engine ended.
+
+    shown_tokens: tokens of the answer that the client already has.
+    stream: whether the rest is streamed.
     """
 
     shown_tokens: int | None = None
@@ -322,19 +324,20 @@ def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
-        raise _readable(error) from error
+        raise _api_error(error) from error
 
 
 def _check_entries(content: dict[str, Any]) -> None:
-    """Raise InvalidRequestError for a list or an object with more entries than are looked at."""
-    for name, most in MAX_ENTRIES.items():
+    """Raise InvalidRequestError for a list or an object with too many entries."""
+    for name, max_entries in MAX_ENTRIES.items():
         value = content.get(name)
-        if isinstance(value, list | dict) and len(value) > most:
-            raise InvalidRequestError(f"{name} has {len(value)} entries; at most {most} are taken", param=name)
+        if isinstance(value, list | dict) and len(value) > max_entries:
+            message = f"{name} has {len(value)} entries; at most {max_entries} are accepted"
+            raise InvalidRequestError(message, param=name)
 
 
 async def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> T:
-    """`parse`, beside the event loop where the body is large."""
+    """`parse`, in a thread if the body is large."""
     return await run_off_loop(body, lambda: parse(body, kind, strict=strict))
 
 
@@ -359,8 +362,8 @@ def _check_unknown_fields(content: dict[str, Any], kind: type[Any], strict: bool
         )
 
 
-def _readable(error: msgspec.ValidationError) -> InvalidRequestError:
-    """The same error in words of the API, with the field in `param`."""
+def _api_error(error: msgspec.ValidationError) -> InvalidRequestError:
+    """msgspec's error in the words of the API, with the field in `param`."""
     message, _, path = str(error).partition(" - at `$")
     if path:
         field = path.rstrip("`").lstrip(".")

@@ -1,4 +1,4 @@
-"""What the routes share: options, the engine, metrics, and whether the server loads, serves or drains."""
+"""State that all routes share: options, the engine, metrics, and the phase of the server."""
 
 import time
 import uuid
@@ -19,14 +19,14 @@ from tokenyard.server.openai.response_store import ResponseStore
 from tokenyard.server.parse.output_style import OutputStyle
 
 MAX_NAMED = 20
-"""So many adapters are named to a client that asks for one that is not there."""
+"""Adapters that the error for an unknown adapter lists."""
 
 Phase = Literal["loading", "ready", "draining"]
 
 
 @dataclass(slots=True)
 class ServerOptions:
-    """What the HTTP side must know; the command line fills it from its settings."""
+    """Options of the HTTP server, which the command line fills from its settings."""
 
     model_name: str = "model"
     api_key: str = ""
@@ -52,18 +52,18 @@ class ServerOptions:
 
 
 class RequestObserver(Protocol):
-    """Follows one request from its arrival on."""
+    """Observes one request from its arrival on."""
 
     def delta(self, delta: OutputDelta) -> None:
-        """Take in news of one answer."""
+        """Process a delta of an answer."""
 
 
 ObserverFactory = Callable[[GenerateReqInput, Mapping[str, str]], RequestObserver]
-"""Makes what follows a request that came with these headers."""
+"""Makes an observer for a request with these headers."""
 
 
 class ServerState:
-    """The one object that all routes share."""
+    """The object that all routes share."""
 
     def __init__(self, options: ServerOptions, engine: EngineClient | None = None) -> None:
         self.options = options
@@ -84,7 +84,7 @@ class ServerState:
             self.set_ready(engine)
 
     def set_ready(self, engine: EngineClient) -> None:
-        """The engine is ready: requests are taken from now on."""
+        """Accept requests from now on: the engine is ready."""
         self._engine = engine
         self._names = TokenNames(engine.tokenizer)
         self._style = OutputStyle(
@@ -94,21 +94,21 @@ class ServerState:
 
     @property
     def boot_id(self) -> str:
-        """Changes whenever a cache is lost: when the server starts anew, and when one of its schedulers does."""
+        """Changes whenever a prefix cache is lost: when the server restarts, and when a scheduler does."""
         return f"{self._started_as}-{self._engine.lost_schedulers() if self._engine is not None else 0}"
 
     def start_draining(self) -> None:
-        """Refuse new requests; open ones go on."""
+        """Refuse new requests; open ones continue."""
         self.phase = "draining"
 
     @property
     def generator(self) -> GenerateClient:
-        """What answers requests. Raises OverloadedError while it loads."""
+        """The engine, to answer requests. Raises OverloadedError while it loads."""
         return self._loaded_engine()
 
     @property
     def control(self) -> ControlClient:
-        """What watches and steers the engine. Raises OverloadedError while it loads."""
+        """The engine, to observe and control it. Raises OverloadedError while it loads."""
         return self._loaded_engine()
 
     def _loaded_engine(self) -> EngineClient:
@@ -129,19 +129,19 @@ class ServerState:
         return self._style
 
     def admit(self) -> GenerateClient:
-        """What answers requests, for a new request. Raises OverloadedError while loading or draining."""
+        """The engine, for a new request. Raises OverloadedError while loading or draining."""
         if self.phase == "draining":
             raise OverloadedError("the server is shutting down", code="draining")
         return self.generator
 
     def start_timeline(self) -> None:
-        """Begin a timeline of the requests that come from now on."""
+        """Start a profile of requests that arrive from now on."""
         self.stop_timeline()
         self._timeline = StreamProfile()
         self.observer_factories.append(self._timeline.watcher)
 
     def stop_timeline(self) -> list[dict[str, Any]]:
-        """End the timeline and return its events."""
+        """End the profile and return its events."""
         timeline, self._timeline = self._timeline, None
         if timeline is None:
             return []
@@ -149,7 +149,7 @@ class ServerState:
         return timeline.events
 
     def watchers(self, spec: GenerateReqInput, headers: Mapping[str, str]) -> list[RequestObserver]:
-        """What follows one request: metrics, and whatever else was asked for."""
+        """Observers for one request: metrics, and those that are enabled."""
         return [make(spec, headers) for make in self.observer_factories]
 
     @contextmanager
@@ -204,9 +204,9 @@ class ServerState:
 
 
 def matching(name: str, rids: Collection[str]) -> list[str]:
-    """Those of `rids` that `name` means: a request's id or that of its answer.
+    """The ids among `rids` that `name` means, which is the id of a request or of its answer.
 
-    That is the request itself, or its parts where it brought several prompts.
+    That is the request itself, or its parts if it has several prompts.
     """
     for rid in (name, name.removeprefix("chatcmpl-").removeprefix("cmpl-")):
         found = [known for known in rids if known == rid or _is_part(known, rid)]
@@ -221,6 +221,6 @@ def answer_id(rid: str, *, chat: bool) -> str:
 
 
 def _is_part(open_rid: str, rid: str) -> bool:
-    """Whether `open_rid` is `rid` with the number of a prompt behind it."""
+    """Whether `open_rid` is `rid` with the number of a prompt appended."""
     head, dash, place = open_rid.rpartition("-")
     return bool(dash) and head == rid and place.isdecimal()

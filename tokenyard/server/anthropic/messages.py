@@ -118,7 +118,7 @@ def _chat(body: CountRequest) -> ChatRequest:
 
 
 def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
-    """The system message, without the line that would part the prefix cache by request."""
+    """The system message, without the line that differs in each request and would prevent prefix hits."""
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or []
     texts = [_text(block, "system") for block in blocks]
     lines = [line for text in texts for line in text.split("\n") if not line.startswith(BILLING_LINE)]
@@ -185,7 +185,8 @@ def _text(block: Any, where: str) -> str:
 def _tool(tool: dict[str, Any], place: int) -> dict[str, Any]:
     """A tool in OpenAI's shape. Those that Anthropic's own servers run cannot be had here."""
     if tool.get("type", "custom") not in ("custom", "function"):
-        raise InvalidRequestError(f"tools[{place}]: {tool['type']!r} is run by no one here", param="tools")
+        message = f"tools[{place}]: {tool['type']!r} is not supported: this server runs no tools"
+        raise InvalidRequestError(message, param="tools")
     function = {"name": tool.get("name"), "description": tool.get("description", "")}
     function["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
     if tool.get("strict") is True:
@@ -323,7 +324,7 @@ def _stop_reason(answer: CompletionOutput) -> tuple[str, str | None]:
 
 
 def _usage(answer: CompletionOutput) -> dict[str, Any]:
-    """Tokens; those found in the prefix cache are counted apart."""
+    """Token counts; prefix cache hits are counted separately."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -15,8 +15,7 @@ from tokenyard.base.version import __version__
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.native.control_routes import Body, State
 from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion, run_events
-from tokenyard.server.parse.events import ContentText, Event, ReasoningText
-from tokenyard.server.parse.events import ParsedToolCall as ToolCall
+from tokenyard.server.parse.events import ContentText, Event, ParsedToolCall, ReasoningText
 from tokenyard.server.parse.typed import loads_lenient
 from tokenyard.server.prompts import check_chat_body
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, parse_body
@@ -39,7 +38,7 @@ SAMPLING = (
 
 @dataclass(kw_only=True)
 class OllamaFields:
-    """What both ways to generate take."""
+    """Fields that chat and generate share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -112,7 +111,7 @@ async def generate(call: RequestContext) -> None:
 
 
 def _take_fields(request: ChatRequest | CompletionRequest, body: OllamaFields) -> None:
-    """Take over the options; those about the machine, such as num_ctx, change nothing here."""
+    """Copy the options. Those about the machine, such as num_ctx, have no effect."""
     options = body.options or {}
     request.model = (body.model or "").removesuffix(":latest") or None
     request.stream = body.stream is not False
@@ -177,7 +176,7 @@ class OllamaWriter:
         self._began_ns = began_ns
         self._content = self._thinking = ""
 
-    def line(self, content: str, thinking: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+    def line(self, content: str, thinking: str, calls: Sequence[ParsedToolCall] = ()) -> dict[str, Any]:
         """One line, of an answer that goes on."""
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         if not self._chat:
@@ -194,7 +193,7 @@ class OllamaWriter:
         return {**self._head, "created_at": now, "message": message, "done": False}
 
     def last(self, answer: CompletionOutput) -> dict[str, Any]:
-        """What stands in the last line alone."""
+        """Fields of the last line."""
         finish = answer.finish
         assert finish is not None
         return {
@@ -249,7 +248,7 @@ def _texts(events: Sequence[Event]) -> tuple[str, str]:
     return content, "".join(event.text for event in events if isinstance(event, ReasoningText))
 
 
-def _calls(answer: CompletionOutput) -> list[ToolCall]:
+def _calls(answer: CompletionOutput) -> list[ParsedToolCall]:
     return answer.reader.message.calls if answer.reader is not None else []
 
 

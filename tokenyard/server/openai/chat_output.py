@@ -1,4 +1,4 @@
-"""Chat answers whose text is taken apart: messages with tool calls and reasoning, and their deltas."""
+"""Chat answers with tool calls and reasoning: messages, stream deltas, finish reasons and usage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def chat_message(message: ParsedMessage) -> dict[str, Any]:
 
 
 def chat_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """The deltas of a stream that pass events on; neighbours of one kind are one delta."""
+    """Stream deltas for parser events; adjacent events of one kind are one delta."""
     deltas: list[dict[str, Any]] = []
     for event in events:
         match event:
@@ -58,28 +58,28 @@ def _join(deltas: list[dict[str, Any]], name: str, text: str) -> None:
 
 
 def chat_reason(reason: str, message: ParsedMessage, *, named: bool) -> str:
-    """The finish_reason of an answer: one that was cut off keeps its reason even if it called a tool, and one that
-    calls the tool that the client named ends with stop, as OpenAI's API says.
+    """The finish_reason of an answer.
+
+    A truncated answer keeps its reason even if it called a tool; a call of the tool that the client named ends with
+    "stop", as in OpenAI's API.
     """
     return "tool_calls" if reason == "stop" and message.calls and not named else reason
 
 
 def reasoning_usage(answers: Sequence[CompletionOutput]) -> dict[str, Any]:
-    """What usage says of reasoning, among the details of completion tokens."""
+    """The reasoning tokens in usage.completion_tokens_details."""
     return {"reasoning_tokens": sum(answer.reader.reasoning_tokens for answer in answers if answer.reader is not None)}
 
 
 def prediction_usage(answers: Sequence[CompletionOutput]) -> dict[str, Any]:
-    """What usage says of drafts where the client sent a prediction: how many were right, and how many were computed
-    for nothing.
-    """
+    """Accepted and rejected prediction tokens in usage.completion_tokens_details."""
     ends = [answer.finish for answer in answers if answer.finish is not None]
     verified, accepted = sum(end.draft_tokens for end in ends), sum(end.accepted_draft_tokens for end in ends)
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": verified - accepted}
 
 
 def reasoning_tokens(answer: CompletionOutput) -> int:
-    """How many tokens of an answer are reasoning."""
+    """The number of reasoning tokens of an answer."""
     return answer.reader.reasoning_tokens if answer.reader is not None else 0
 
 

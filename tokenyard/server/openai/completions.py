@@ -59,7 +59,16 @@ TakeEvents = Callable[[CompletionOutput, Sequence[Event]], Awaitable[None]]
 
 @dataclass(slots=True)
 class PreparedRequest:
-    """One HTTP request made ready: what to run, and how its answers are to be written."""
+    """A prepared HTTP request: what to run, and how to write its answers.
+
+    specs: one per prompt.
+    prompts: prompts of a completion, for `echo`; empty for chat.
+    n: answers per prompt.
+    head: fields that every chunk repeats.
+    drop_output: leave out the one token that the engine samples.
+    reading: how answers are parsed, None for plain text.
+    named: the client named the tool to call.
+    """
 
     specs: list[GenerateReqInput]
     prompts: list[CompletionPrompt]
@@ -94,7 +103,7 @@ async def completions(call: RequestContext) -> None:
 
 
 async def prepare_chat(call: RequestContext, body: ChatRequest) -> PreparedRequest:
-    """Read a chat body. Raises InvalidRequestError for anything wrong or unsupported in it."""
+    """Prepare a chat body. Raises InvalidRequestError for invalid or unsupported fields."""
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -124,7 +133,7 @@ async def prepare_chat(call: RequestContext, body: ChatRequest) -> PreparedReque
 
 
 async def prepare_completion(call: RequestContext, body: CompletionRequest) -> PreparedRequest:
-    """Read a completion body. Raises InvalidRequestError for anything wrong or unsupported in it."""
+    """Prepare a completion body. Raises InvalidRequestError for invalid or unsupported fields."""
     refuse_unsupported(body)
     _check_completion(body)
     logprobs = None
@@ -148,7 +157,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> P
 
 
 def _check_completion(body: CompletionRequest) -> None:
-    """Raise InvalidRequestError for what only completions have and cannot be honoured here."""
+    """Raise InvalidRequestError for unsupported fields of completions."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError("best_of must equal n", param="best_of", code="unsupported")
     if body.suffix:
@@ -168,7 +177,7 @@ def _logprob_options(top: int, param: str, prompt_from: int) -> LogprobOptions:
 def _spec(
     call: RequestContext, body: OpenAIFields, max_tokens: int | None, *, default: int, logprobs: LogprobOptions | None
 ) -> GenerateReqInput:
-    """The engine's view of a body, all but the prompt. A limit that was given must fit; a default is cut to fit."""
+    """The engine request without its prompt. A given token limit must fit the context; a default is clamped to it."""
     spec = new_generate_input(
         body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=body.request_id
     )
@@ -223,7 +232,7 @@ def _job(
 
 
 def _head(call: RequestContext, body: ChatRequest | CompletionRequest, specs: list[GenerateReqInput]) -> dict[str, Any]:
-    """What every chunk repeats. Gives each spec its request id on the way."""
+    """The fields that every chunk repeats. Sets the request id of each spec."""
     rid = specs[0].rid or uuid.uuid4().hex
     for place, spec in enumerate(specs):
         spec.rid = rid if len(specs) == 1 else f"{rid}-{place}"
@@ -235,20 +244,20 @@ def _head(call: RequestContext, body: ChatRequest | CompletionRequest, specs: li
         "id": answer_id(rid, chat=chat),
         "object": f"{kind}.chunk" if chat and body.stream else kind,
         "created": int(time.time()),
-        "model": _answering(call, body, specs[0].lora),
+        "model": _model_name(call, body, specs[0].lora),
     }
     if body.service_tier is not None:
         head["service_tier"] = body.service_tier
     return head
 
 
-def _answering(call: RequestContext, body: ChatRequest | CompletionRequest, adapter: str) -> str:
-    """The name of the model that answers, as the client called it if it named an adapter."""
+def _model_name(call: RequestContext, body: ChatRequest | CompletionRequest, adapter: str) -> str:
+    """The model name of the response: the client's if it names an adapter, else the served one."""
     return (body.model or "") if adapter and body.model not in (None, "", "default") else call.state.options.model_name
 
 
 async def run_events(call: RequestContext, job: PreparedRequest, take: TakeEvents) -> CompletionOutput:
-    """Run a job of one answer and give `take` what each piece of its text completes; `finish` is set at the last."""
+    """Run a request with one answer; `take` gets the parser's events of each delta. The last one has `finish` set."""
     answer = CompletionOutput()
     if job.reading is not None:
         answer.reader = job.reading.reader()
@@ -287,7 +296,7 @@ def _whole(call: RequestContext, job: PreparedRequest, answers: list[CompletionO
 
 
 def _usage(job: PreparedRequest, answers: list[CompletionOutput]) -> dict[str, Any]:
-    """The usage object, with details of the answers where there is something to tell."""
+    """The usage object, with completion_tokens_details if there are any."""
     details = reasoning_usage(answers) if job.reading is not None else {}
     if job.body.prediction is not None:
         details |= prediction_usage(answers)
@@ -295,7 +304,7 @@ def _usage(job: PreparedRequest, answers: list[CompletionOutput]) -> dict[str, A
 
 
 def _without_output(answer: CompletionOutput) -> None:
-    """Take the one sampled token away again."""
+    """Remove the one sampled token."""
     answer.logprobs = [entry for entry in answer.logprobs if entry.position < answer.prompt_tokens]
     answer.text, answer.token_ids, answer.completion_tokens = "", [], 0
 
@@ -327,7 +336,7 @@ def _choice(call: RequestContext, job: PreparedRequest, index: int, answer: Comp
 
 
 def _message(job: PreparedRequest, answer: CompletionOutput) -> dict[str, Any]:
-    """The message of a whole chat answer, taken apart where it may hold more than text."""
+    """The message of a whole chat answer, parsed if it may have reasoning or tool calls."""
     if job.reading is None:
         return {"role": "assistant", "content": answer.text, "refusal": None}
     answer.reader = job.reading.reader()
@@ -336,7 +345,7 @@ def _message(job: PreparedRequest, answer: CompletionOutput) -> dict[str, Any]:
 
 
 def _reason(job: PreparedRequest, answer: CompletionOutput) -> str | None:
-    """The finish_reason word; an answer whose one token is left out has reached its length."""
+    """The finish_reason; "length" for an answer whose one token is left out."""
     if answer.finish is None:
         return None
     if answer.reader is not None:
@@ -345,7 +354,7 @@ def _reason(job: PreparedRequest, answer: CompletionOutput) -> str | None:
 
 
 async def _stream(call: RequestContext, job: PreparedRequest) -> None:
-    """Write the events of a stream. The last content chunk, usage and [DONE] go out together."""
+    """Write a stream. The last content chunk, usage and [DONE] are sent together."""
     answers = [CompletionOutput() for _ in range(len(job.specs) * job.n)]
     writers: list[ChunkWriter | None] = [None] * len(answers)
     offsets = [0] * len(answers)
@@ -361,7 +370,7 @@ async def _stream(call: RequestContext, job: PreparedRequest) -> None:
             writers[index], opening = writer, _opening(job, index, writer)
         if job.reading is not None:
             answers[index].add(delta, keep=False)
-            chunk = _read_chunks(call, job, writer, delta, answers[index])
+            chunk = _parsed_chunks(call, job, writer, delta, answers[index])
         elif delta.finish is None and not special:
             if job.want_usage_always:
                 chunk = writer.counted(delta.text, usage_so_far(delta))
@@ -380,10 +389,10 @@ async def _stream(call: RequestContext, job: PreparedRequest) -> None:
     await call.reply.end()
 
 
-def _read_chunks(
+def _parsed_chunks(
     call: RequestContext, job: PreparedRequest, writer: ChunkWriter, delta: OutputDelta, answer: CompletionOutput
 ) -> bytes:
-    """The chunks of a chat answer whose text is taken apart; what goes with the delta stands in the last one."""
+    """The chunks of a parsed chat answer; log-probabilities and finish_reason are in the last one."""
     assert job.reading is not None
     if answer.reader is None:
         answer.reader = job.reading.reader()
@@ -405,7 +414,7 @@ def _read_chunks(
 
 
 def _opening(job: PreparedRequest, index: int, writer: ChunkWriter) -> bytes:
-    """What stands before an answer's first content: the role, or the echoed prompt."""
+    """What precedes an answer's first content: the role, or the echoed prompt."""
     if job.chat:
         return writer.role()
     if isinstance(job.body, CompletionRequest) and job.body.echo:
@@ -422,7 +431,7 @@ def _full_chunk(
     offsets: list[int],
     index: int,
 ) -> bytes:
-    """A chunk that carries more than text."""
+    """A chunk with more than text."""
     if job.drop_output:
         delta = replace(delta, text="", token_ids=[])
     logprobs, names = None, call.state.names
@@ -443,7 +452,7 @@ def _full_chunk(
 
 
 def _closing(job: PreparedRequest, answers: list[CompletionOutput]) -> bytes:
-    """What ends a stream: a chunk with usage and stage times if asked for, and [DONE]."""
+    """The end of a stream: a chunk with usage and stage times if requested, and [DONE]."""
     if job.drop_output:
         for answer in answers:
             _without_output(answer)

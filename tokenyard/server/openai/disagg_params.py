@@ -1,8 +1,8 @@
-"""Requests that come in two halves, one for the engine that prefills and one for the engine that decodes.
+"""PD disaggregation parameters of requests: one half goes to a prefill engine, the other to a decode engine.
 
-Routers of SGLang send both halves at once, with the place where they meet: `bootstrap_host`, `bootstrap_port` and
-`bootstrap_room`. Routers of vLLM send them one after the other: the answer to the first one, which asks for
-`do_remote_decode`, holds the `kv_transfer_params` of the second.
+SGLang routers send both halves together, with the same `bootstrap_host`, `bootstrap_port` and `bootstrap_room`. vLLM
+routers send one after the other: the answer to the first, which has `do_remote_decode`, carries the
+`kv_transfer_params` of the second.
 """
 
 import uuid
@@ -22,9 +22,9 @@ MAX_BOOTSTRAP_ROOM = 2**64
 async def set_kv_routes(
     call: RequestContext, fields: DisaggFields, specs: Sequence[GenerateReqInput]
 ) -> dict[str, Any]:
-    """Note in the specs of a request where its KV goes or comes from; returns what its answer says of that.
+    """Set the KV transfer of each spec; returns fields for the answer.
 
-    Raises InvalidRequestError for fields that make no sense, or that this server cannot honour.
+    Raises InvalidRequestError for fields that are inconsistent or that this server does not support.
     """
     mode = call.state.options.disaggregation_mode
     given = [
@@ -48,7 +48,7 @@ async def set_kv_routes(
 
 
 def _bootstrap_route(fields: DisaggFields, place: int, mode: str) -> BootstrapInfo:
-    """The route of prompt `place`: the prefill half waits in the room, the decode half goes there."""
+    """Bootstrap info of prompt `place`: the prefill half waits in the room, the decode half connects to it."""
     room, host, port = (_one(fields, name, place) for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"))
     if type(room) is not int or not 0 <= room < MAX_BOOTSTRAP_ROOM:
         raise InvalidRequestError("bootstrap_room must be a whole number below 2**64", param="bootstrap_room")
@@ -85,10 +85,10 @@ async def _params(call: RequestContext, params: dict[str, Any], specs: Sequence[
     known: dict[str, Any] = next(iter(ranks.values()), {})
     host, _, port = known.get("address", "").rpartition(":")
     if not host:
-        raise InvalidRequestError("this server hands no KV over (--disaggregation-mode)", param="kv_transfer_params")
+        raise InvalidRequestError("this server sends no KV (--disaggregation-mode)", param="kv_transfer_params")
     room = f"req-{uuid.uuid4().hex}"
     specs[0].kv, specs[0].rank = BootstrapInfo(room), 0
-    told = {
+    params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": known.get("boot_id", ""),
@@ -98,4 +98,4 @@ async def _params(call: RequestContext, params: dict[str, Any], specs: Sequence[
         "remote_block_ids": [],
         "tp_size": 1,
     }
-    return {"kv_transfer_params": told}
+    return {"kv_transfer_params": params}

@@ -1,7 +1,7 @@
-"""Vectors of texts: `/v1/embeddings` in OpenAI's shape, `/v1/rerank` in Jina's and Cohere's, `/api/embed` in Ollama's.
+"""Embeddings: `/v1/embeddings` in OpenAI's shape, `/v1/rerank` in Jina's and Cohere's, `/api/embed` in Ollama's.
 
-A vector is made of the model's last hidden states and has length 1. How good it is depends on the model: one that was
-trained for embeddings (Qwen3-Embedding and the like) gives better ones than one that was trained to talk.
+A vector is pooled from the model's last hidden states and normalized. Models trained for embeddings, such as
+Qwen3-Embedding, give better vectors than chat models.
 """
 
 import base64
@@ -26,7 +26,7 @@ Vectors = npt.NDArray[np.float32]
 
 @dataclass(kw_only=True)
 class PoolingFields(SchedulingFields):
-    """What all requests for vectors have in common. `pooling` is last or mean."""
+    """Fields that all pooling requests share. `pooling` is last or mean."""
 
     model: str | None = None
     pooling: str | None = None

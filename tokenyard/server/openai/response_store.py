@@ -1,7 +1,7 @@
-"""Responses that are kept for a while: `previous_response_id`, and getting and deleting them by their id.
+"""Stored responses, for `previous_response_id` and for GET and DELETE by id.
 
-The store is bounded in number, in bytes and in time, and it is in memory: what it drops is not found any more, and a
-client that must not depend on that sends its whole input each time.
+The store is in memory and bounded in number, bytes and age. A client that must not depend on it sends its whole input
+each time.
 """
 
 import time
@@ -48,17 +48,17 @@ class ResponseStore:
         max_age_s: float = MAX_AGE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most, self._max_bytes, self._max_age_s, self._clock = max_responses, max_bytes, max_age_s, clock
+        self._max_responses, self._max_bytes, self._max_age_s, self._clock = max_responses, max_bytes, max_age_s, clock
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self._bytes = 0
 
     def put(self, response: dict[str, Any], items: list[dict[str, Any]], tenant: str) -> None:
-        """Keep a response and all input items that it answers; the oldest make room."""
+        """Store a response and its input items; the oldest responses are evicted."""
         kept = StoredResponse(tenant, self._clock() + self._max_age_s, orjson.dumps(response), orjson.dumps(items))
         self._kept[response["id"]] = kept
         self._bytes += kept.size
         while self._kept and (
-            len(self._kept) > self._most
+            len(self._kept) > self._max_responses
             or self._bytes > self._max_bytes
             or next(iter(self._kept.values())).until_s < self._clock()
         ):
@@ -79,7 +79,7 @@ class ResponseStore:
         return kept
 
     def delete(self, response_id: str, tenant: str) -> None:
-        """Forget a response. Raises HttpError (404) if there is none."""
+        """Delete a response. Raises HttpError (404) if there is none."""
         self.get(response_id, tenant)
         self._drop(response_id)
 
@@ -114,6 +114,6 @@ async def get_input_items(request: Request, response_id: str) -> dict[str, Any]:
 
 @router.delete("/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    """Forget a response."""
+    """Delete a response."""
     _store(request).delete(response_id, _tenant(request))
     return {"id": response_id, "object": "response", "deleted": True}

@@ -1,4 +1,4 @@
-"""From parsed request bodies to `SamplingParams` and `GenerateReqInput`; refuses what is known but not supported."""
+"""From parsed request bodies to `SamplingParams` and `GenerateReqInput`; refuses unsupported fields."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -62,9 +62,10 @@ def new_generate_input(
 
 
 def _rank(fields: SchedulingFields, headers: Mapping[str, str]) -> int | None:
-    """The data-parallel rank that shall serve the request, None for any; whether there is such a rank is not checked
-    here. Where prefill and decode are apart, `data_parallel_rank` may be the other half's and `routed_dp_rank` is one's
-    own. Raises InvalidRequestError for a header that is no number.
+    """The data-parallel rank for the request, None for any. Whether it exists is not checked here.
+
+    Under PD disaggregation `data_parallel_rank` may be the rank of the other half, so `routed_dp_rank` comes first.
+    Raises InvalidRequestError for a header that is not a number.
     """
     for given in (fields.routed_dp_rank, fields.data_parallel_rank):
         if given is not None:
@@ -73,7 +74,7 @@ def _rank(fields: SchedulingFields, headers: Mapping[str, str]) -> int | None:
     if header is None:
         return None
     if not header.strip().isdecimal() or len(header) > 9:
-        raise InvalidRequestError("X-Data-Parallel-Rank must be a number from 0 on", param="data_parallel_rank")
+        raise InvalidRequestError("X-Data-Parallel-Rank must be a number from 0", param="data_parallel_rank")
     return int(header)
 
 
@@ -159,7 +160,7 @@ def parse_sampling_params(
 
 
 def _refuse_constraints(fields: SamplingFields) -> None:
-    """Raise InvalidRequestError for ways to sample that cannot be had here."""
+    """Raise InvalidRequestError for unsupported sampling fields."""
     for name in ("stop_regex", "custom_params"):
         if getattr(fields, name):
             raise _unsupported(name, f"{name} is not supported by this server")
@@ -184,7 +185,7 @@ def parse_text_options(fields: SamplingFields, *, stream: bool, stream_interval:
 
 
 def refuse_unsupported(body: OpenAIFields | NativeRequest) -> None:
-    """Raise InvalidRequestError for fields that are known but cannot be honoured here."""
+    """Raise InvalidRequestError for known but unsupported fields."""
     for field in dataclasses.fields(UnsupportedFields):
         value = getattr(body, field.name)
         if value is not None and value is not False and value not in ("", [], {}):

@@ -1,4 +1,4 @@
-"""What the parsing machine finds in a model's text, and messages put together from it."""
+"""Events of the output parser, and messages assembled from them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -56,14 +56,14 @@ class ParsedToolCall:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """An answer taken apart."""
+    """A parsed answer."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ParsedToolCall] = field(default_factory=list)
 
     def add(self, events: Iterable[Event]) -> None:
-        """Take in events in their order."""
+        """Add events in their order."""
         for event in events:
             match event:
                 case ContentText(text):

@@ -1,4 +1,4 @@
-"""How a family of models writes reasoning and tool calls, as data that the parsing machine and the grammars read.
+"""How a family of models writes reasoning and tool calls, as data for the output parser and the grammars.
 
 A format is a set of regions. Each region says what its text is and which markers lead from it to other regions:
 

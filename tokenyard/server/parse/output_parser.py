@@ -1,4 +1,4 @@
-"""The machine that takes a model's text apart as it comes. What it looks for stands in a `OutputFormat`.
+"""The streaming parser of a model's text, driven by an `OutputFormat`.
 
 Any split of a text into pieces gives the same message: a decision depends on the text up to a point alone, never on
 where a piece ends. What may still become a marker, and white space that a call may follow, is held back.
@@ -53,7 +53,7 @@ def _searcher(markers: tuple[str, ...]) -> Searcher:
 
 
 class OutputParser:
-    """Takes apart one answer. `tools` maps the name of each tool of the request to the schema of its parameters.
+    """Parses one answer. `tools` maps the name of each tool of the request to the schema of its parameters.
 
     Without `calls` tool calls stay text; without `reasoning` what the model thinks stays text, with its markers.
     """
@@ -84,7 +84,7 @@ class OutputParser:
         self._enter(begin if begin in self._regions else "start")
 
     def feed(self, text: str) -> list[Event]:
-        """Take in more text; returns what it completes."""
+        """Parse more text; returns the events that it completes."""
         # Most pieces are plain text behind plain text, where nothing is held back and nothing begins.
         kind = self._plain
         held = self._text or self._space or self._after_region

@@ -9,8 +9,7 @@ from typing import Any
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.server.parse.detect import detect, knows_tools, named
-from tokenyard.server.parse.events import ContentText, Event, ParsedMessage, ToolCallStart
-from tokenyard.server.parse.events import ReasoningText as Thought
+from tokenyard.server.parse.events import ContentText, Event, ParsedMessage, ReasoningText, ToolCallStart
 from tokenyard.server.parse.format import OutputFormat
 from tokenyard.server.parse.model_formats import FALLBACK
 from tokenyard.server.parse.output_parser import OutputParser
@@ -34,7 +33,7 @@ class OutputStyle:
     ) -> None:
         own = format_of(response_template) if response_template is not None else None
         if response_template is not None and own is None:
-            log.warning("the response_template of the model cannot be followed; its chat template tells how it writes")
+            log.warning("the model's response_template is not supported; using the format of its chat template")
         self.form: OutputFormat | None = named(name) if name else own or detect(sources.values())
         self.has_template = bool(sources)
         self.template = sources.get("default", "")
@@ -117,7 +116,7 @@ class ParserOptions:
 
 
 class OutputReader:
-    """Takes one answer apart as its text comes, and keeps the message so far."""
+    """Parses one streamed answer and keeps the message so far."""
 
     def __init__(self, parser: OutputParser, reading: ParserOptions) -> None:
         self.message = ParsedMessage()
@@ -130,7 +129,7 @@ class OutputReader:
         if last:
             events += self._parser.finish()
         if not self._reading.parallel:
-            events = [event for event in events if isinstance(event, ContentText | Thought) or event.index == 0]
+            events = [event for event in events if isinstance(event, ContentText | ReasoningText) or event.index == 0]
         for event in events:
             if isinstance(event, ToolCallStart) and not event.id:
                 event.id = self._reading.call_id()

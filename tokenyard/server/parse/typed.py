@@ -1,4 +1,4 @@
-"""Arguments written as plain text, made JSON by what a tool's schema says of them."""
+"""Arguments as JSON: plain text by its tool's schema, and JSON text that a model wrote."""
 
 import json
 from collections.abc import Mapping
