@@ -105,7 +105,7 @@ def test_a_drain_lets_answers_end(mock_server):
     ("flags", "message"),
     [
         (["--policy", "nearest"], "--policy is 'nearest'; choose from predicted_ttft"),
-        (["--worker-urls", "http://a:1", "http://a:1/"], "http://a:1 is named twice"),
+        (["--worker-urls", "http://a:1", "http://a:1/"], "http://a:1 is given twice"),
         (["--worker-urls", "ftp://a"], "is not a worker"),
         (["--port", "many"], "--port: 'many' is not a whole number"),
         (["--max-retries", "-1"], "--max-retries is -1; it must be at least 0"),

@@ -37,7 +37,7 @@ from tokenyard.lang.values import (
 )
 
 RuntimeEndpoint = Endpoint
-"""Its name in SGLang's programs."""
+"""The name in SGLang."""
 
 Answer = HttpAnswer
 Forks = ProgramStateGroup

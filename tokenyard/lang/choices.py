@@ -1,4 +1,4 @@
-"""How the model chooses one of several texts."""
+"""Methods by which the model chooses one of several texts."""
 
 import math
 import random
@@ -19,14 +19,15 @@ from tokenyard.lang.values import (
 async def choose(
     backend: BaseBackend, prompt: ProgramPrompt, choices: Sequence[str], temperature: float, method: ChoicesMethod
 ) -> tuple[str, dict[str, Any]]:
-    """(one of `choices`, what led to it). Choices are scored on their own tokens behind those of the prompt.
+    """Returns (one of `choices`, meta information such as the scores). Each choice is tokenized on its own and scored
+    after the prompt.
 
-    With a temperature the choice is drawn by the scores instead. Raises ValueError for an unknown method.
+    With a temperature above 0 the choice is sampled by the scores. Raises ValueError for an unknown method.
     """
     if method == greedy_token_selection:
         return await _greedy(backend, prompt, choices)
     if method not in (token_length_normalized, unconditional_likelihood_normalized):
-        raise ValueError(f"there is no way to choose called {method!r}")
+        raise ValueError(f"unknown choices method {method!r}")
     logprobs = await backend.score(prompt, choices)
     scores = [sum(values) / max(1, len(values)) for values in logprobs]
     if method == unconditional_likelihood_normalized:
@@ -43,12 +44,12 @@ async def choose(
 
 
 async def _greedy(backend: BaseBackend, prompt: ProgramPrompt, choices: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Token by token, under a regular expression of all choices."""
+    """Generate greedily under a regular expression of all choices."""
     pattern = "|".join(re.sub(r"([^\w\s])", r"\\\1", choice) for choice in choices)
     longest = max(map(len, choices)) + 8
     sampling = {"regex": f"({pattern})", "temperature": 0.0, "max_new_tokens": 4 * longest}
     pieces = [piece async for piece in backend.generate(prompt, sampling)]
     text = "".join(piece.text for piece in pieces)
     if text not in choices:
-        raise ValueError(f"the model chose {text!r}, which is none of the choices")
+        raise ValueError(f"the model generated {text!r}, which is not one of the choices")
     return text, pieces[-1].meta if pieces else {}

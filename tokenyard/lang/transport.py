@@ -1,4 +1,4 @@
-"""How requests of programs reach a server."""
+"""Transports between programs and a server."""
 
 import atexit
 from collections.abc import AsyncIterator
@@ -13,17 +13,17 @@ from tokenyard.lang.interpreter import LOOP
 
 @dataclass(slots=True)
 class HttpAnswer:
-    """An answer that begins: its HTTP status, and the pieces of its body as they come."""
+    """A streamed response. status: of HTTP. pieces: parts of its body as they arrive."""
 
     status: int
     pieces: AsyncIterator[bytes]
 
 
 class Transport(Protocol):
-    """Takes requests to a server. Used on the language's own event loop."""
+    """Sends requests to a server. Used on the event loop of the language."""
 
     def ask(self, method: str, path: str, body: Any = None) -> AbstractAsyncContextManager[HttpAnswer]:
-        """Ask for an answer; `body` goes as JSON. Leaving the block before the answer's end gives it up."""
+        """Send a request with `body` as JSON. Leaving the block before the end aborts the response."""
 
 
 class HttpTransport:
@@ -37,7 +37,7 @@ class HttpTransport:
 
     @asynccontextmanager
     async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpAnswer]:
-        """Ask for an answer; see Transport."""
+        """Send a request; see Transport."""
         async with self._session.request(method, self._url + path, json=body) as response:
             yield HttpAnswer(response.status, response.content.iter_any())
 

@@ -1,4 +1,4 @@
-"""What programs and back ends speak of: prompts, wishes for a generated part, and what comes back."""
+"""Types shared by programs and back ends: prompts, stream pieces and choices methods."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -9,41 +9,41 @@ token_length_normalized: ChoicesMethod = "token_length_normalized"
 """The choice with the highest mean log-probability of its tokens."""
 
 greedy_token_selection: ChoicesMethod = "greedy_token_selection"
-"""The choice that is made token by token, each time the likeliest that any choice allows."""
+"""The choice that greedy decoding constrained to the choices generates."""
 
 unconditional_likelihood_normalized: ChoicesMethod = "unconditional_likelihood_normalized"
-"""The choice whose log-probability gains most by standing behind the prompt."""
+"""The choice whose mean log-probability gains most from the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramPrompt:
-    """What stands before a generated part: text, or messages of which the last may be one to go on with."""
+    """The prompt of a generation: text, or messages. continues: whether to continue the last message."""
 
     text: str = ""
     messages: tuple[dict[str, str], ...] = ()
     continues: bool = False
     open: bool = True
-    """Whether the model is to answer; False for a prompt that is only made ready for what follows."""
+    """Whether the assistant's turn follows; False for a prompt that is only prefilled."""
 
 
 @dataclass(slots=True)
 class StreamPiece:
-    """More of a generated part; `meta` is what the back end says of it, in the shape of SGLang's meta_info."""
+    """The next part of a generation. meta: SGLang's `meta_info`."""
 
     text: str
     meta: dict[str, Any] = field(default_factory=dict)
 
 
 class BaseBackend(Protocol):
-    """Answers prompts. All methods are called on the language's own event loop."""
+    """Generates text. All methods are called on the event loop of the language."""
 
     def generate(
         self, prompt: ProgramPrompt, sampling: dict[str, Any], *, logprobs: bool = False
     ) -> AsyncIterator[StreamPiece]:
-        """Go on behind a prompt; `sampling` has the names of `sampling_params` of /generate."""
+        """Generate after a prompt. `sampling`: `sampling_params` of /generate."""
 
     async def cache_prefix(self, prompt: ProgramPrompt) -> None:
-        """Compute a prompt so that what begins with it finds it in the prefix cache."""
+        """Prefill a prompt into the prefix cache."""
 
     async def score(self, prompt: ProgramPrompt, choices: Sequence[str], *, alone: bool = False) -> list[list[float]]:
-        """Log-probabilities of the tokens of each choice behind the prompt, or with `alone` behind nothing."""
+        """Log-probabilities of the tokens of each choice after the prompt, or without it if `alone`."""

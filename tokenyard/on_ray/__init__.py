@@ -1,1 +1,1 @@
-"""Engines and simulations on a Ray cluster: Ray places, restarts and scales them. The only room that imports Ray."""
+"""Engines and simulations on a Ray cluster, which places, restarts and scales them. No other package imports Ray."""

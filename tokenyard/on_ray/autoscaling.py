@@ -1,23 +1,23 @@
-"""How many engines there should be, by the work that waits at them and by how full they are."""
+"""Autoscaling policy: the number of engines by queued prefill work and utilization."""
 
 import math
 from typing import Any
 
 FULL = 0.8
-"""More of an engine's places or KV pool should not be taken on average, so that a burst finds room."""
+"""Target utilization of the engines' running slots and KV pools, which leaves capacity for bursts."""
 
 
 class PrefillQueueAutoscaling:
-    """Serve's autoscaling policy: as many engines as leave each at most `target_s` of prefill waiting, and room.
+    """Serve autoscaling policy: keep queued prefill work per engine within `target_s`, and utilization within `FULL`.
 
-    Serve applies its own bounds and delays to the answer.
+    Serve applies its own bounds and delays to the result.
     """
 
     def __init__(self, target_s: float) -> None:
         self._target_s = target_s
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Engines wanted, and a state that is not used. `context` is an AutoscalingContext."""
+        """Returns (number of engines, unused state). `context`: Serve's AutoscalingContext."""
         metrics = context.aggregated_metrics or {}
         if not metrics.get("queued_s"):
             return context.target_num_replicas, {}
@@ -27,7 +27,10 @@ class PrefillQueueAutoscaling:
 
 
 def engines_wanted(queued_s: list[float], fullness: list[float], target_s: float) -> int:
-    """Engines that the load of those that run asks for, by seconds of prefill that wait at each and the share of each
-    that is taken, or more than 1 where requests wait for a place.
+    """The number of engines for a load.
+
+    queued_s: seconds of queued prefill work per engine.
+    fullness: utilization per engine; above 1 if requests wait.
+    target_s: queued seconds per engine to aim for.
     """
     return max(math.ceil(sum(queued_s) / target_s), math.ceil(sum(fullness) / FULL), 1)

@@ -1,6 +1,7 @@
-"""What is told of the replicas of a deployment in this process.
+"""Listeners in this process for changes of a deployment's replicas.
 
-It is a module of its own, as Ray copies the module of a request router wherever it sends the class.
+This is a separate module because Ray copies the module of a request router wherever it sends the class, and a copy
+would have its own list.
 """
 
 from collections.abc import Callable
@@ -8,10 +9,10 @@ from collections.abc import Callable
 ReplicaListener = Callable[[list[str]], None]
 
 replica_listeners: list[ReplicaListener] = []
-"""Called with the addresses of all replicas that run, at each change and now and then."""
+"""Called with the addresses of all running replicas at each update from Serve."""
 
 
 def replicas_changed(urls: list[str]) -> None:
-    """Tell all watchers."""
-    for watcher in replica_listeners:
-        watcher([url for url in urls if url])
+    """Notify all listeners."""
+    for listener in replica_listeners:
+        listener([url for url in urls if url])

@@ -1,9 +1,9 @@
-"""Follows the KV events of workers over ZeroMQ, in the form in which vLLM and SGLang publish them.
+"""Subscribes to the KV events of workers over ZeroMQ, in the format of vLLM and SGLang.
 
-Frames are [topic, sequence number (8 bytes, big-endian), msgpack of [unix seconds, events, rank]]. What was said before
-the router came, or is missing, is asked for again where workers have a ROUTER socket for that. Without one a gap loses
-what it loses: requests that the router sends fill the index again, and the `cached_tokens` of answers show what was
-believed wrongly. Numbers that begin anew mean that the engine has.
+Frames are [topic, sequence number (8 bytes, big-endian), msgpack of [unix seconds, events, rank]]. Events from before
+the subscription and events that were missed are replayed if the worker has a replay socket (ROUTER). Without one they
+stay lost: the router's own requests fill the index again, and the `cached_tokens` of responses correct the predictions.
+A sequence number that starts over means that the engine has restarted.
 """
 
 import asyncio
@@ -30,12 +30,13 @@ END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class KvEventSubscriptions:
-    """One subscription for each target. `pattern` is the endpoint with `{host}` in it; each rank has the next port.
-    `replay` is where events can be asked for again, "" for nowhere.
+    """One subscription per target. `pattern`: the endpoint, with `{host}`; rank n uses the port plus n.
+
+    `replay`: the endpoint of the replay sockets; "" for none.
     """
 
     def __init__(self, router: Dispatcher, pattern: str, replay: str = "") -> None:
-        """Raises ConfigError for a pattern that names no port."""
+        """Raises ConfigError for a pattern that is not tcp or has no port."""
         self._router, self._pattern, self._replay = router, pattern, replay
         for flag, given in (("--kv-events", pattern), ("--kv-events-replay", replay or pattern)):
             head, _, port = given.rpartition(":")
@@ -45,7 +46,7 @@ class KvEventSubscriptions:
         self.gaps = 0
 
     async def run(self) -> None:
-        """Follow all targets, those that come later too."""
+        """Subscribe to all targets, including those added later, until cancelled."""
         context = zmq.asyncio.Context()
         try:
             while True:
@@ -61,7 +62,7 @@ class KvEventSubscriptions:
             context.destroy(linger=0)
 
     def endpoint(self, target: Target, pattern: str = "") -> str:
-        """Where a target publishes, or the endpoint that another `pattern` names."""
+        """The endpoint of a target by `pattern`, by default the one it publishes on."""
         host = target.worker.url.host
         head, _, port = (pattern or self._pattern).rpartition(":")
         head = head.replace("{host}", f"[{host}]" if ":" in host else host)
@@ -91,7 +92,7 @@ class KvEventSubscriptions:
     async def _replay_missed(
         self, context: "zmq.asyncio.Context", target: Target, follower: "KvEventSubscriber", since: int
     ) -> None:
-        """Take in what the target has said from number `since` on, if it can be asked."""
+        """Replay the events from number `since` on, if there is a replay endpoint."""
         if not self._replay:
             return
         with context.socket(zmq.DEALER) as socket:
@@ -104,27 +105,31 @@ class KvEventSubscriptions:
                     while len(frames := await socket.recv_multipart()) >= 4 and frames[2] != END:
                         follower.take(frames[1:4])
             except TimeoutError:
-                log.warning("KV events of %s: nothing was told again within %g s", target.name, REPLAY_S)
+                log.warning(
+                    "KV events of %s: the replay did not finish within %g s; continuing without it",
+                    target.name,
+                    REPLAY_S,
+                )
 
 
 class KvEventSubscriber:
-    """What one target has said so far."""
+    """Applies the events of one target to the index, in order."""
 
     def __init__(self, index: PrefixIndex, name: str, *, from_start: bool = False) -> None:
-        """`from_start`: what was said before the first message that is heard is missing, too."""
+        """`from_start`: count events before the first message received as missing."""
         self._index, self._name = index, name
         self._blocks = BlockHashTranslator()
         self._next = 0 if from_start else None
         self._latest_s = 0.0
 
     def missing(self, frames: list[bytes]) -> int | None:
-        """The first number that was not heard before a message; None if none is missing."""
+        """The first missing sequence number before a message; None if none is missing."""
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES or self._next is None:
             return None
         return self._next if int.from_bytes(frames[1], "big") > self._next else None
 
     def take(self, frames: list[bytes]) -> None:
-        """One message. What is no message of events is ignored, and what was heard before."""
+        """Apply one message. Malformed and repeated messages are ignored."""
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
             return
         number = int.from_bytes(frames[1], "big")
@@ -132,15 +137,15 @@ class KvEventSubscriber:
             payload = msgspec.msgpack.decode(frames[2])
         except (msgspec.DecodeError, UnicodeDecodeError):
             payload = None
-        told = payload if isinstance(payload, list) and len(payload) > 1 else [None, None]
-        said_s = told[0] if isinstance(told[0], float) else self._latest_s
+        batch = payload if isinstance(payload, list) and len(payload) > 1 else [None, None]
+        sent_s = batch[0] if isinstance(batch[0], float) else self._latest_s
         if self._next is not None and number < self._next:
-            if said_s <= self._latest_s:
+            if sent_s <= self._latest_s:
                 return
             self._index.clear_target(self._name)
             self._blocks = BlockHashTranslator()
-        self._next, self._latest_s = number + 1, max(said_s, self._latest_s)
-        for event in told[1] if isinstance(told[1], list) else ():
+        self._next, self._latest_s = number + 1, max(sent_s, self._latest_s)
+        for event in batch[1] if isinstance(batch[1], list) else ():
             self._apply(event)
 
     def _apply(self, event: Any) -> None:

@@ -1,4 +1,4 @@
-"""The life of a router: listen, find workers, sweep, and drain on the first signal."""
+"""The router process: listen, discover workers, sweep, and drain on the first signal."""
 
 import asyncio
 import contextlib
@@ -27,12 +27,13 @@ BACKLOG = 2048
 SWEEP_S = 0.25
 FINAL_FLUSH_S = 0.2
 GC_THRESHOLDS = 20_000, 20, 50
-"""Requests leave little behind that only the collector can find, so it may come seldom."""
+"""Requests create few reference cycles, so the garbage collector can run rarely."""
 
 
 def listen(settings: RouterSettings) -> socket.socket:
-    """A listening socket, one that several processes can share if there are several. Raises ConfigError if the address
-    cannot be had.
+    """A listening socket, with SO_REUSEPORT if several processes share the port.
+
+    Raises ConfigError if the address is not available.
     """
     host, port = settings.host, settings.port
     try:
@@ -45,7 +46,7 @@ def listen(settings: RouterSettings) -> socket.socket:
 
 
 def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
-    """What to listen with, None for plain HTTP. Raises ConfigError for files that are no certificate and key."""
+    """The TLS context to listen with; None for plain HTTP. Raises ConfigError for invalid files."""
     if not settings.tls_cert_path:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -57,21 +58,21 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
 
 
 def check_urls(urls: Sequence[str]) -> None:
-    """Raise ConfigError for a URL that is none, or is given twice."""
+    """Raise ConfigError for an invalid or duplicate URL."""
     seen: set[str] = set()
     for url in urls:
         parsed = str(WorkerUrl.parse(url))
         if parsed in seen:
-            raise ConfigError(f"the worker {parsed} is named twice; every worker is named once")
+            raise ConfigError(f"worker {parsed} is given twice; name each worker once")
         seen.add(parsed)
 
 
 async def run(
     settings: RouterSettings, listener: socket.socket, tokenize: Tokenize | None = None, *, announce: bool = True
 ) -> None:
-    """Route until a signal, then let open requests end; with `announce` says on standard error where it listens.
+    """Route until a signal, then drain. `announce`: print the address to standard error.
 
-    Raises ConfigError for wrong workers or certificates.
+    Raises ConfigError for invalid workers or certificates.
     """
     router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
     events = KvEventSubscriptions(router, settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
@@ -117,7 +118,7 @@ async def _sweep(router: Router) -> None:
 
 
 async def _drain(router: Router, stop: asyncio.Event) -> None:
-    """New requests get 503, open ones go on until the grace period or another signal ends."""
+    """New requests get 503; open ones continue until the grace period ends or another signal arrives."""
     router.draining = True
     stop.clear()
     log.info("draining %d open requests", len(router.exchanges))
@@ -130,16 +131,16 @@ async def _drain(router: Router, stop: asyncio.Event) -> None:
 
 
 def run_all(settings: RouterSettings, run_one: Callable[[RouterSettings, socket.socket, bool], None]) -> None:
-    """Listen and run `run_one` in as many processes as the settings say, this one among them, which alone announces
-    itself; the others end with it.
+    """Run `run_one` in `settings.processes` processes, including this one. Only this one announces the address; the
+    others are stopped when it ends.
 
-    Raises ConfigError if the address cannot be had.
+    Raises ConfigError if the address is not available.
     """
     listener = listen(settings)
     settings = replace(settings, port=listener.getsockname()[1])
     children = []
     for _ in range(settings.processes - 1):
-        # A socket of its own for each, so that the system shares connections out among them.
+        # One socket per process, so that the kernel balances connections between them.
         shared = listen(settings)
         pid = os.fork()
         if pid == 0:

@@ -1,4 +1,4 @@
-"""The router: what comes from clients goes to workers, with the index, the queue and the counters in between."""
+"""The router: accepts requests of clients, answers its own routes and proxies the rest to workers."""
 
 import logging
 import uuid
@@ -26,7 +26,7 @@ MAX_REQUEST_ID_CHARS = 128
 
 
 class Router(Dispatcher):
-    """A dispatcher with connections: takes requests from clients, answers what is its own and lets the rest through."""
+    """A dispatcher with client connections."""
 
     def __init__(self, settings: RouterSettings, tokenize: Tokenize | None = None) -> None:
         super().__init__(settings)
@@ -44,18 +44,18 @@ class Router(Dispatcher):
 
     @override
     def sweep(self) -> None:
-        """Four times a second: end what has stood still too long."""
+        """Expire stalled requests and connections. Called every `SWEEP_S`."""
         super().sweep()
         now = self.now()
         for connection in list(self.connections):
             connection.check_time(now, self.settings.client_timeout_secs)
 
     def new_connection(self) -> ClientConnection:
-        """A protocol for a client that has connected."""
+        """The protocol of a new client connection."""
         return ClientConnection(self.handle, self.connections, int(self.settings.max_body_mb * 1e6))
 
     def handle(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
-        """Answer a request, or begin to."""
+        """Answer a request of the router's own, or start an exchange with a worker, which is returned."""
         request.request_id = self._request_id(request)
         try:
             if self._control.takes(request):
@@ -74,13 +74,13 @@ class Router(Dispatcher):
         return None
 
     def _data(self, front: ClientConnection, request: ClientRequest) -> Exchange:
-        """A request for the workers. Raises TokenyardError for one that is refused here."""
+        """Start an exchange with a worker. Raises TokenyardError for a request that the router refuses."""
         check_key(request, self.settings.api_key)
         if self.draining:
             raise RouterError(503, "the router is shutting down", code="draining")
         most = self.settings.max_concurrent_requests
         if most and len(self.exchanges) >= most:
-            raise RouterError(429, f"{most} requests are open, which is the most; try again later", code="overloaded")
+            raise RouterError(429, f"{most} requests are open, which is the limit; try again later", code="overloaded")
         self._check_loop(request)
         parsed = self._parsed(request)
         for rank in (parsed.rank, parsed.prefill_rank, parsed.decode_rank):
@@ -110,10 +110,12 @@ class Router(Dispatcher):
         return parsed
 
     def _check_loop(self, request: ClientRequest) -> None:
-        """Raise RouterError (508) for a request that was here before, or came through too many routers."""
+        """Raise RouterError (508) for a request that passed this router before, or more than `MAX_HOPS` routers."""
         hops = request.get(ROUTE_HEADER).replace(b" ", b"").split(b",")
         if self._id in hops or len(hops) > MAX_HOPS:
-            raise RouterError(508, "the request goes in a circle: a worker of this router is a router", code="loop")
+            raise RouterError(
+                508, "routing loop: a worker of this router is a router that sends requests back", code="loop"
+            )
 
     def _request_id(self, request: ClientRequest) -> bytes:
         given = request.get(b"x-request-id")
@@ -123,7 +125,7 @@ class Router(Dispatcher):
 
 
 def _rank(text: bytes) -> int:
-    """The rank in a header. Raises RouterError (400) for what is no number."""
+    """The rank in a header. Raises RouterError (400) if it is not a number."""
     if not text.isdigit() or len(text) > 9:
-        raise RouterError(400, "x-data-parallel-rank is no rank; give a number from 0 on", code="invalid_rank")
+        raise RouterError(400, "x-data-parallel-rank must be a number of 0 or more", code="invalid_rank")
     return int(text)
