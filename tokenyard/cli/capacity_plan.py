@@ -1,4 +1,4 @@
-"""`tokenyard plan`: the smallest and the cheapest fleet that serves a trace within its targets."""
+"""`tokenyard plan`, capacity planning: the smallest and the cheapest fleet that serves a trace within its SLO."""
 
 import argparse
 import os
@@ -57,7 +57,11 @@ def add_capacity_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices of built-in profiles, or a YAML file of devices with prices (docs/simulator.md) [h100]",
     )
     group.add_argument(
-        "--model", dest="profile_model", default="llama-3-8b", metavar="MODEL", help="model of these [llama-3-8b]"
+        "--model",
+        dest="profile_model",
+        default="llama-3-8b",
+        metavar="MODEL",
+        help="model of the built-in profiles [llama-3-8b]",
     )
     max_replicas = group.add_argument(
         "--max-replicas",
@@ -67,7 +71,7 @@ def add_capacity_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"maximum replicas [{MAX_REPLICAS}]",
     )
     add_deprecated_flag(group, "--most", max_replicas)
-    group.add_argument("--dp-sizes", default="1", metavar="A,B", help="numbers of ranks of an engine to try [1]")
+    group.add_argument("--dp-sizes", default="1", metavar="A,B", help="data-parallel sizes to try [1]")
     group.add_argument(
         "--routers", default=DEFAULT_POLICY, metavar="A,B", help=f"router policies to try [{DEFAULT_POLICY}]"
     )
@@ -79,17 +83,27 @@ def add_capacity_plan_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--target", type=float, default=0.99, metavar="F", help="share of requests that must meet their SLO [0.99]"
     )
-    search.add_argument("--seeds", type=int, default=3, metavar="N", help="draws of the arrivals that must agree [3]")
-    search.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time [all cores]")
+    search.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of arrival seeds over which attainment is averaged [3]",
+    )
+    search.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="number of parallel processes [all cores]"
+    )
     add_ray_argument(search)
-    search.add_argument("--json", type=Path, metavar="OUT", help="write the plan as JSON")
-    search.add_argument("--report", type=Path, metavar="OUT", help="write an HTML page with the plan and a chart")
+    search.add_argument("--json", type=Path, metavar="OUT", help="write the capacity plan as JSON")
+    search.add_argument(
+        "--report", type=Path, metavar="OUT", help="write an HTML page with the capacity plan and a chart"
+    )
     search.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
     add_scheduler_arguments(parser)
 
 
 def run_capacity_plan(args: argparse.Namespace) -> int:
-    """Search and write what was asked for. Returns the exit status: 1 if no fleet that may be had is enough."""
+    """Search and write the requested outputs. Returns the exit status: 1 if no available fleet meets the target."""
     _check(args)
     workload = load_workload(args)
     options = make_options(args, workload)

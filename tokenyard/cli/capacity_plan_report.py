@@ -1,4 +1,4 @@
-"""A plan as tables in a terminal, as JSON, and as a page with a chart."""
+"""A capacity plan as tables in a terminal, as JSON, and as a page with a chart."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from tokenyard.sim.traces.workload import Workload
 
 
 def capacity_plan_tables(plan: CapacityPlan, workload: Workload, target: float) -> Iterator[Table]:
-    """The finalists, and what becomes of the best of them when things change."""
+    """A table of the finalists, and what-if tables for the best ones."""
     table = Table(title=_title(workload, target), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, (name, _) in enumerate(_columns(plan.finalists[0])):
         table.add_column(name, justify="left" if place == 0 else "right")
@@ -45,12 +45,12 @@ def capacity_plan_tables(plan: CapacityPlan, workload: Workload, target: float) 
 
 
 def capacity_plan_notes(plan: CapacityPlan) -> Iterator[str]:
-    """What a reader must know of the plan: prices, seeds, and what hangs on the cost model."""
+    """Notes on prices, seeds, and the decisions that depend on the error of the cost model."""
     best, bounds = plan.finalists[plan.cheapest], plan.bounds
     if best.option.price is None:
         yield "no prices were given, so fleets are ranked by their number of devices (--devices FILE takes prices)"
     if len(best.attainment.values) == 1:
-        yield "one seed tells nothing of other arrivals; --seeds 3 does, and the interval says how far they differ"
+        yield "one seed does not show how attainment varies with the arrivals; use --seeds 3 or more"
     yield from _errors(found.option.setup.profile for found in plan.finalists)
     if (seen := plan.what_if[0].requests) < best.attainment.requests:
         yield f"{MORE_TRAFFIC:g} times the traffic, one down and the next lines are seen on the busiest {seen} requests"
@@ -74,12 +74,12 @@ def no_capacity_plan_notes(eliminated: Sequence[EliminatedOption]) -> Iterator[s
 def _errors(profiles: Iterable[Profile]) -> Iterator[str]:
     """How far the cost models are off."""
     for name, error in {profile.name: profile.error for profile in profiles}.items():
-        told = "unknown" if error is None else f"{100 * error:.0f} % of a step on average"
-        yield f"cost model {name}: its error is {told}"
+        size = "unknown" if error is None else f"{100 * error:.0f} % of a step on average"
+        yield f"cost model {name}: its error is {size}"
 
 
 def _hangs(plan: CapacityPlan) -> str:
-    """Which decisions change within the bounds of the cost model."""
+    """The decisions that change within the error of the cost model."""
     bounds, best = plan.bounds, plan.finalists[plan.cheapest]
     others = [place for place in (bounds.cheapest_if_faster, bounds.cheapest_if_slower) if place is not None]
     names = ("the device", "the ranks", "the router", "the schedule policy")
@@ -100,7 +100,7 @@ def _choices(found: SizedFleet) -> tuple[str, int, str, str]:
 
 
 def capacity_plan_document(plan: CapacityPlan, workload: Workload, target: float) -> dict[str, Any]:
-    """The plan as JSON."""
+    """The capacity plan as JSON."""
     return {
         "trace": workload.name,
         "requests": len(workload),
@@ -186,7 +186,7 @@ def write_capacity_plan(path: Path, plan: CapacityPlan, workload: Workload, targ
         "device": ", ".join(errors),
         "cost model": "; ".join(f"{name}: error {trust(error)}" for name, error in errors.items()),
     }
-    section = Section("Plan", capacity_plan_charts(plan), tables, list(capacity_plan_notes(plan)))
+    section = Section("Capacity plan", capacity_plan_charts(plan), tables, list(capacity_plan_notes(plan)))
     write_page(path, Report(_title(workload, target), facts, [section], names))
 
 

@@ -61,10 +61,10 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", metavar="FILE", help="write the answers to this file as .jsonl instead of printing them"
     )
     parser.add_argument(
-        "--max-tokens", "--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer [128]"
+        "--max-tokens", "--max-new-tokens", type=int, default=128, metavar="N", help="maximum output tokens [128]"
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 always takes the most likely token [the model's]"
+        "--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy [the model's]"
     )
     parser.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling [the model's]")
     parser.add_argument("--sampling-seed", type=int, default=0, metavar="N", help="seed of the sampling [0]")
@@ -78,15 +78,15 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a tape that `tokenyard serve --record` wrote")
-    parser.add_argument("--to-trace", metavar="OUT", help="write its requests as a trace for `tokenyard simulate`")
+    parser.add_argument("--to-trace", metavar="OUT", help="convert the tape to a trace for `tokenyard simulate`")
     parser.add_argument(
         "--profile",
         default="",
         metavar="P",
-        help="simulate on another device: device/model, or a file of `tokenyard calibrate`",
+        help="simulate another device: device/model, or a file written by `tokenyard calibrate`",
     )
-    parser.add_argument("--json", metavar="OUT", help="write the numbers of the simulation")
-    parser.add_argument("--report", metavar="OUT", help="write the simulation beside the tape as an HTML page")
+    parser.add_argument("--json", metavar="OUT", help="write the results of the simulation as JSON")
+    parser.add_argument("--report", metavar="OUT", help="write an HTML page that compares the simulation with the tape")
     user_policies = parser.add_argument(
         "--user-policies", action="store_true", help="load the user policies that the tape names"
     )
@@ -106,7 +106,7 @@ COMMANDS = (
     Command("serve", "serve a model over HTTP", "tokenyard.cli.serve:serve", True, _serve_arguments),
     Command(
         "route",
-        "route requests to engines, aware of their caches",
+        "run a cache-aware router in front of engines",
         "tokenyard.cli.route:route",
         False,
         _arguments_of("tokenyard.cli.route:add_route_arguments"),
@@ -116,14 +116,14 @@ COMMANDS = (
     ),
     Command(
         "doctor",
-        "inspect this machine and report what a server would choose",
+        "inspect this machine and report the settings that a server would choose",
         "tokenyard.cli.doctor:doctor",
         True,
         _doctor_arguments,
     ),
     Command(
         "explain",
-        "ask a running server how a request spent its time",
+        "show how a request on a running server spent its time",
         "tokenyard.cli.explain:explain",
         False,
         _explain_arguments,
@@ -137,7 +137,7 @@ COMMANDS = (
     ),
     Command(
         "replay",
-        "run a recorded tape through the scheduler again, with other settings if given",
+        "replay a recorded tape through the scheduler, optionally with other settings",
         "tokenyard.cli.replay:replay",
         True,
         _replay_arguments,
@@ -165,14 +165,14 @@ COMMANDS = (
     ),
     Command(
         "goodput",
-        "find the largest load that each policy can serve well",
+        "find the maximum request rate at which each policy meets the SLO",
         "tokenyard.cli.goodput:run_goodput",
         False,
         _arguments_of("tokenyard.cli.goodput:add_goodput_arguments"),
     ),
     Command(
         "plan",
-        "find the smallest and the cheapest fleet that serves a trace within its targets",
+        "capacity planning: find the smallest and the cheapest fleet that serves a trace within its SLO",
         "tokenyard.cli.capacity_plan:run_capacity_plan",
         False,
         _arguments_of("tokenyard.cli.capacity_plan:add_capacity_plan_arguments"),

@@ -42,15 +42,15 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--report", type=Path, metavar="OUT", help="write an HTML page with charts")
     group.add_argument("--perfetto", type=Path, metavar="OUT", help="write the steps for ui.perfetto.dev")
     group.add_argument(
-        "--tape", type=Path, metavar="OUT", help="write a tape of the first scheduler, for `tokenyard replay`"
+        "--tape", type=Path, metavar="OUT", help="record a tape of the first scheduler, for `tokenyard replay`"
     )
-    group.add_argument("--bound", action="store_true", help="add upper bounds that no scheduler can beat")
+    group.add_argument("--bound", action="store_true", help="add upper bounds for any scheduler")
     add_oracle_argument(group)
     group.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Simulate and write what was asked for. Returns the exit status."""
+    """Simulate and write the requested outputs. Returns the exit status."""
     check_arguments(args)
     workload = load_workload(args)
     setup = make_setup(args, workload, args.preset)
@@ -62,11 +62,11 @@ def run_simulate(args: argparse.Namespace) -> int:
         observer = Observers(observers) if observers else None
         outcomes = {name: simulate(workload, setup, observer, _progress(bar, name, workload), tape)}
         if args.oracle:
-            told = name + ORACLE
-            outcomes[told] = simulate(workload, with_oracle(setup), None, _progress(bar, told, workload))
+            oracle_name = name + ORACLE
+            outcomes[oracle_name] = simulate(workload, with_oracle(setup), None, _progress(bar, oracle_name, workload))
     table = {one: fleet_summary(outcome) for one, outcome in outcomes.items()}
     table[name] |= oracle_bounds(workload, setup) if args.bound else {}
-    write_numbers(args.json, table[name] | ({"oracle": table[told]} if args.oracle else {}))
+    write_numbers(args.json, table[name] | ({"oracle": table[oracle_name]} if args.oracle else {}))
     if timeline is not None:
         write_report(args.report, outcomes, {name: timeline}, command=command_line())
     if perfetto is not None:
@@ -101,13 +101,13 @@ class Observers:
     all: list[StepObserver]
 
     def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Core) -> None:
-        """Tell each of them."""
+        """Call each observer."""
         for observer in self.all:
             observer(begin_ns, end_ns, plan, work, scheduler)
 
 
 def oracle_bounds(workload: Workload, setup: Setup) -> dict[str, float]:
-    """What no scheduler could beat on this workload, as further fields of the numbers."""
+    """Upper bounds for any scheduler on this workload, as fields of the output."""
     cache = endless_cache(workload, setup.settings.page_size)
     cached_tokens = None if setup.settings.disable_radix_cache else cache.shared_tokens
     pooled = attainment_bound(workload, setup.profile, setup.slo, setup.replicas, cached_tokens)

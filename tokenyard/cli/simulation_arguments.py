@@ -1,4 +1,4 @@
-"""What `simulate`, `compare` and `goodput` share: their arguments, and the workload and setup those ask for."""
+"""Shared by `simulate`, `compare`, `goodput` and `plan`: arguments, and the workload and setup made from them."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ ANY_WIDTH = 100_000
 
 
 def add_setting_names(parser: argparse.ArgumentParser) -> None:
-    """Which settings are put side by side."""
+    """The names of the settings to compare."""
     parser.add_argument(
         "names",
         nargs="+",
@@ -56,7 +56,7 @@ def add_setting_names(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is served, what serves it, and how it is scheduled."""
+    """Arguments of the workload, the device, speculation and the scheduler."""
     add_workload_arguments(parser)
     add_device_arguments(parser)
     add_draft_arguments(parser)
@@ -64,43 +64,44 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is served: a trace or made-up traffic."""
+    """The workload: a trace or synthetic traffic."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="recorded traffic")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="trace file")
     group.add_argument(
-        "--trace-format", choices=list(TRACE_FORMATS), help="format of the trace; by its first lines if absent"
+        "--trace-format", choices=list(TRACE_FORMATS), help="format of the trace [detected from its first lines]"
     )
     group.add_argument(
         "--bad-lines",
         choices=("fail", "skip"),
         default="fail",
-        help="what to do with a line of the trace that cannot be read: end, or leave it out and count it [fail]",
+        help="what to do with a trace line that cannot be read: stop with an error, or skip and count it [fail]",
     )
     group.add_argument(
         "--unknown-lengths",
         choices=("draw", "skip"),
         default="draw",
-        help="requests that were refused or broken off: draw the length of the answer from the others, or leave them "
-        "out [draw]",
+        help="requests that were refused or aborted: draw the output length from the other requests, or skip them "
+        "[draw]",
     )
-    group.add_argument("--synthetic", choices=list(SYNTHETIC), help="made-up traffic instead of a trace")
+    group.add_argument("--synthetic", choices=list(SYNTHETIC), help="synthetic traffic instead of a trace")
     group.add_argument(
-        "--request-rate", type=float, default=5.0, metavar="R", help="made-up traffic: requests per second [5]"
-    )
-    group.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N requests; made-up traffic: N in all [1000]"
+        "--request-rate", type=float, default=5.0, metavar="R", help="synthetic traffic: requests per second [5]"
     )
     group.add_argument(
-        "--rate-scale", type=float, default=1.0, metavar="X", help="let requests arrive X times as fast [1]"
+        "--limit",
+        type=int,
+        metavar="N",
+        help="read only the first N requests; synthetic traffic: total number of requests [1000]",
     )
-    group.add_argument("--seed", type=int, default=0, help="seed of all random draws [0]")
+    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="multiply the arrival rate by X [1]")
+    group.add_argument("--seed", type=int, default=0, help="random seed [0]")
     group.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json, needed for traces of text"
+        "--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json; required for traces that contain text"
     )
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """What serves: the device's costs and the engines around it."""
+    """Arguments of the device's cost model and of the fleet."""
     group = parser.add_argument_group("device")
     group.add_argument("--device", default="h100", help="device of the built-in cost profile [h100]")
     group.add_argument(
@@ -120,46 +121,46 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     add_disagg_arguments(parser)
     add_kv_store_arguments(parser)
     group.add_argument(
-        "--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step in microseconds [0]"
+        "--host-us", type=float, default=0.0, metavar="US", help="CPU time per step, in microseconds [0]"
     )
-    group.add_argument("--overlap", action="store_true", help="plan a step while the last one runs")
+    group.add_argument(
+        "--overlap", action="store_true", help="plan a step while the previous one runs (overlap scheduling)"
+    )
     group.add_argument(
         "--cost-error",
         type=float,
         default=0.0,
         metavar="E",
-        help="relative error of the costs that the scheduler believes in (0.2: 20 %%) [0]",
+        help="relative error of the scheduler's prior cost model (0.2: 20 %%) [0]",
     )
     group.add_argument(
-        "--learn-cost", action="store_true", help="let the scheduler correct these costs by the steps it sees"
+        "--learn-cost", action="store_true", help="let the scheduler correct its cost model from measured steps"
     )
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many engines there are, and what is in front of them."""
+    """Arguments of the fleet: engines and routers."""
     group = parser.add_argument_group("fleet")
-    group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router [1]")
+    group.add_argument("--replicas", type=int, default=1, metavar="R", help="number of engines behind the router [1]")
     group.add_argument(
         "--dp-size",
         type=int,
         default=1,
         metavar="D",
-        help="ranks of each engine: schedulers with a device of their own, which share its limits [1]",
+        help="data-parallel ranks per engine; each has its own device, and they share the engine's limits [1]",
     )
-    group.add_argument(
-        "--router", choices=POLICY_NAMES, default="round_robin", help="how the router chooses an engine [round_robin]"
-    )
+    group.add_argument("--router", choices=POLICY_NAMES, default="round_robin", help="routing policy [round_robin]")
     group.add_argument(
         "--fleet",
         type=Path,
         metavar="FILE",
-        help="YAML or JSON: several routers, their queue, KV events, other devices, and a schedule of deaths, slow "
-        "engines, drains and joins (docs/simulator.md)",
+        help="YAML or JSON file with routers, queue, KV events, devices and a schedule of faults, drains and "
+        "joins (docs/simulator.md)",
     )
 
 
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
-    """Speculative decoding: how many drafts there are, and how many of them are right."""
+    """Arguments of speculative decoding: the number of draft tokens and their acceptance rate."""
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--speculative-num-draft-tokens",
@@ -167,57 +168,56 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="most drafts of a request that one step verifies; 0 drafts nothing [0]",
+        help="maximum draft tokens per request and step; 0 disables speculative decoding [0]",
     )
     group.add_argument(
         "--draft-acceptance",
         default="0.7",
         metavar="A[-B]",
-        help="chance that a draft is right if those before it are; from a range each request draws its own [0.7]",
+        help="acceptance rate of a draft token if those before it are accepted; with a range, each request draws "
+        "its own rate [0.7]",
     )
     group.add_argument(
         "--draft-coverage",
         type=float,
         default=1.0,
         metavar="S",
-        help="share of output tokens for which there is a draft; prompt lookup finds few in new text [1]",
+        help="share of output tokens that have a draft; low for prompt lookup on new text [1]",
     )
     group.add_argument(
         "--draft-ms",
         type=float,
         default=0.0,
         metavar="MS",
-        help="time of the device for the drafts of a step, as a draft model takes [0]",
+        help="device time for drafting per step, in milliseconds [0]",
     )
 
 
 def add_oracle_argument(group: argparse._ArgumentGroup) -> None:
-    """The switch that shows the ceiling of prediction beside the honest run."""
+    """The `--oracle` flag."""
     group.add_argument(
         "--oracle",
         action="store_true",
-        help="run once more with the true lengths of answers known: what prediction could gain at most",
+        help="also run with known output lengths, the upper bound on what prediction can gain",
     )
 
 
 def scheduler_flags() -> list[Flag]:
-    """The server's flags that mean something to a simulated scheduler."""
+    """The server's flags that apply to a simulated scheduler."""
     names = {field.name for field in fields(SchedulerSettings)} - {"dp_size"} | {"max_total_tokens"}
     return [flag for flag in all_flags() if flag.name in names]
 
 
 def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
-    """How it is scheduled: a preset and any of the server's scheduler flags, which win over the preset."""
+    """Arguments of the scheduler: a preset, and the server's scheduler flags, which override the preset."""
     group = parser.add_argument_group("scheduler")
-    group.add_argument(
-        "--preset", choices=preset_names(), help="settings of another engine; the server's own if absent"
-    )
+    group.add_argument("--preset", choices=preset_names(), help="settings of another engine [the server's own]")
     for flag in scheduler_flags():
         flag.add_to(group)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what would otherwise only show after the run, or not at all."""
+    """Raise ConfigError for arguments out of range and for output files that cannot be written, before the run."""
     checks = (
         (args.seed >= 0, f"--seed is {args.seed}; it must be at least 0"),
         (0.0 < args.request_rate < float("inf"), f"--request-rate is {args.request_rate}; it must be above 0"),
@@ -248,7 +248,7 @@ def check_output(path: Path | None, flag: str) -> None:
 
 
 def load_workload(args: argparse.Namespace) -> Workload:
-    """The workload that the arguments ask for. Raises ConfigError if they name none, or two."""
+    """The workload from the arguments. Raises ConfigError unless exactly one of --trace and --synthetic is given."""
     if (args.trace is None) == (args.synthetic is None):
         raise ConfigError("give either --trace FILE or --synthetic KIND")
     if args.synthetic is not None:
@@ -286,7 +286,7 @@ def load_tokenizer(path: Path) -> Tokenize:
 
 
 def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | None) -> Setup:
-    """What is simulated, from the arguments; `preset_name` None takes the server's own settings."""
+    """The setup from the arguments; `preset_name` None takes the server's own settings."""
     profile = _profile_of(args)
     given = _given_flags(args)
     pool_tokens = given.pop("max_total_tokens", None)
@@ -317,7 +317,7 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
 
 
 def _speculation(args: argparse.Namespace) -> Speculation | None:
-    """What is drafted, None for nothing."""
+    """Speculative decoding from the arguments, None if disabled."""
     if args.draft_tokens == 0:
         return None
     low, _, high = args.draft_acceptance.partition("-")
@@ -433,7 +433,7 @@ def print_outcomes(results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def table_caption(numbers: Mapping[str, Any]) -> str:
-    """What a table is about, in a line above it: trace, rate, device with how far its cost model is off, and SLO."""
+    """The line above a table: trace, rate, device, error of its cost model, and SLO."""
     slo = DefaultSlo(**numbers["slo"])
     return (
         f"{numbers['trace']} at {numbers['rate_per_s']:.4g} requests/s on {numbers['replicas']} x {numbers['profile']} "
@@ -442,7 +442,7 @@ def table_caption(numbers: Mapping[str, Any]) -> str:
 
 
 def print_warning(console: Console, warning: str) -> None:
-    """Print a warning on a line of its own that is not overlooked."""
+    """Print a warning in bold on a separate line."""
     console.print(Text(f"WARNING: {warning}", style="bold red"), soft_wrap=True)
 
 

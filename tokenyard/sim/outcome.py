@@ -1,4 +1,4 @@
-"""What is simulated, and what comes out of it."""
+"""The setup of a simulation and its outcome."""
 
 from dataclasses import dataclass, field, replace
 
@@ -62,14 +62,21 @@ class DefaultSlo:
 class Setup:
     """What is simulated: the engine's settings, the device's true costs, and around it the router and its replicas.
 
-    `prior_scale` is the factor by which the scheduler's first cost model is too slow, `learn` whether measured steps
-    correct it. Each of `replicas` engines has `dp_size` ranks, schedulers with a device of their own, which share the
-    engine's `settings` as in a server.
-    apart: further engines that compute prompts for these; their numbers follow those of the replicas.
-    tiers: below each scheduler's device.
-    `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the
-    profile's pool. With `oracle` each request asks for as many tokens as it will get. No `speculation`,
-    no drafts.
+    profile: the device's true costs.
+    settings: of an engine; its ranks share them as in a server. `max_in_flight` 2 is overlap scheduling.
+    replicas: engines behind the router, without prefill engines.
+    dp_size: ranks of each engine; each is a scheduler with its own device.
+    router: routing policy.
+    seed: of the router's draws and of speculation.
+    host_s: CPU time per step, in seconds.
+    kv_pool_tokens: KV pool of each scheduler; None takes the profile's.
+    prior_scale: factor by which the scheduler's prior cost model is too slow.
+    learn: whether measured steps correct the scheduler's cost model.
+    oracle: each request's max_new_tokens is its true output length.
+    fleet: routers, faults and drains.
+    disagg: PD disaggregation, None for none; prefill engines have the numbers after the replicas.
+    speculation: speculative decoding, None for none.
+    kv_store: the KV store of each scheduler, None for none.
     """
 
     profile: Profile
@@ -96,12 +103,12 @@ class Setup:
 
     @property
     def schedulers(self) -> int:
-        """How many there are in all."""
+        """Number of schedulers in all engines."""
         return self.engines * self.dp_size
 
     @property
     def engines(self) -> int:
-        """All engines, those that only prefill included."""
+        """Number of engines, prefill engines included."""
         return self.replicas + (0 if self.disagg is None else self.disagg.prefill_replicas)
 
     @property
@@ -116,7 +123,7 @@ class Setup:
 
     @property
     def devices(self) -> int:
-        """How many devices these take."""
+        """Number of devices in all engines."""
         return sum(self.dp_size * self.profile_of(replica).tp for replica in range(self.engines))
 
     def settings_of(self, rank: int) -> SchedulerSettings:
@@ -157,8 +164,8 @@ class Outcome:
     status: int32[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was
     never reached; sent_ns is when it left the router, arrivals are those of `workload`. unloaded_s: float64[n], see
     `unloaded_prefill_s`. place: int32[n], the scheduler that served it, -1 for none: rank r of replica e is number
-    e * dp_size + r. schedulers: what each did. transfers: with prefill engines, what was moved. tiers: what went down
-    and up. policy_note: why another policy than the configured one decided; "" if it did not.
+    e * dp_size + r. schedulers: what each did. transfers: with prefill engines, what was moved. kv_store:
+    counters of the KV store. policy_note: why another policy than the configured one decided; "" if it did not.
     """
 
     workload: Workload
@@ -250,16 +257,16 @@ class Outcome:
             met: BoolArray = self.served & (self.late_s <= 0.0) & fast
         return met
 
-    def certain_misses(self, window: slice, come: int, begun: list[int] | None) -> int:
+    def certain_misses(self, window: slice, popped: int, begun: list[int] | None) -> int:
         """How many requests of `window` cannot meet their targets any more: those that have ended so, and of the first
-        `come` those whose first token is overdue. begun: the open ones that have a first token, None where that is not
+        `popped` those whose first token is overdue. begun: the open ones with a first token, None where that is not
         known.
         """
         status = self.status[window]
         missed = (status == REJECTED) | ((status == FINISHED) & ~self.met[window])
         if begun is None:
             return int(missed.sum())
-        numbers = np.arange(window.start, window.start + come)
+        numbers = np.arange(window.start, window.start + popped)
         open_ = numbers[(self.status[numbers] == UNFINISHED) & ~np.isin(numbers, begun)]
         age_s = (int(self.arrival_ns[numbers[-1]]) - self.arrival_ns[open_]) / NS_PER_S
         return int(missed.sum()) + int((age_s > self.ttft_slo_s[open_]).sum())

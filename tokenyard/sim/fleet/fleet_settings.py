@@ -1,4 +1,4 @@
-"""What a simulated fleet is made of beside its engines: routers, their queue, what goes wrong, and what is planned.
+"""Settings of a simulated fleet besides its engines: routers, their queue, faults and planned drains.
 
 `read_fleet` reads it from a small YAML or JSON file.
 """
@@ -58,7 +58,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStop:
-    """From `at_s` on the process of `replica` is stalled for `for_s`, as after SIGSTOP: it neither plans nor hears,
+    """From `at_s` on the process of `replica` is stalled for `for_s`, as after SIGSTOP: it neither plans nor receives,
     and loses nothing.
     """
 
@@ -71,11 +71,16 @@ class ProcessStop:
 class Fleet:
     """The routers in front of the replicas, and what happens to both.
 
-    kv_event_lag_s: delay of KV events; None if routers use only their own routing decisions. kv_event_loss: share of
-    the batches of events that get lost. assumed_pool_tokens: the KV pool that routers assume a replica to have, 0 for
-    the true one. dp_aware: routers choose the rank of a replica with several; otherwise the replica does, by
-    `load_balance_method`. max_worker_requests and the queue are those of `tokenyard route`; 0 is as many as the replica
-    runs at a time. profiles: devices of replicas that have another one than the setup's.
+    routers: how many there are; they share no state.
+    kv_event_lag_s: delay of KV events in seconds; None if routers use only their own routing decisions.
+    kv_event_loss: share of KV event batches that are lost.
+    assumed_pool_tokens: the KV pool that routers assume a replica to have, 0 for the true one.
+    faults, drains, stops: the schedule.
+    dp_aware: whether routers choose the rank of a replica; otherwise the replica does.
+    load_balance_method: how a replica chooses a rank.
+    max_worker_requests: most open requests of a replica, 0 for as many as it runs at a time.
+    queue_size, queue_timeout_s, queue_aging_s, tenant_weights: as in `tokenyard route`.
+    profiles: by replica, a device that differs from the setup's.
     """
 
     routers: int = 1

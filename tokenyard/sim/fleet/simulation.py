@@ -42,7 +42,7 @@ HASH_BYTES = 16
 
 @dataclass(slots=True, eq=False)
 class SimInstance:
-    """A scheduler with its device and, under policy `adaptive`, what looks ahead for it."""
+    """A scheduler with its device and, under policy `adaptive`, its look-ahead."""
 
     replica: SimScheduler
     executor: SimExecutor
@@ -58,7 +58,7 @@ class Simulation:
     """The state of one simulation.
 
     The next thing to happen is either due in a scheduler (a step is over), or comes from outside: an arrival, an entry
-    of the fleet's schedule, a look of the routers at what waits. At equal times what comes from outside is first.
+    of the fleet's schedule, a sweep of the routers' queues. At equal times outside events come first.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Simulation:
         self._truth = setup.profile.cost()
         self._unloaded_s: dict[int, float] = {}
         self._outcome = blank_outcome(workload, setup)
-        # Where no two prompts begin alike, nobody can find an answer in the cache but the request itself.
+        # Where no two prompts share a prefix, no other request can hit an answer in the cache.
         self._alike = not isinstance(workload.content, UniqueContent)
         routed = setup.schedulers > 1 or setup.fleet != Fleet()
         self._routing = make_routing(setup, self._alike, self._send, self._refuse) if routed else None
@@ -102,8 +102,10 @@ class Simulation:
             self.at(at_ns, partial(self._apply_fleet_event, happening))
         if self._kv is not None:
             self._connect(self._kv)
-        below = range(setup.schedulers if setup.kv_store is not None and not setup.settings.disable_radix_cache else 0)
-        self._kv_stores = [self._make_kv_store(number) for number in below]
+        numbers = range(
+            setup.schedulers if setup.kv_store is not None and not setup.settings.disable_radix_cache else 0
+        )
+        self._kv_stores = [self._make_kv_store(number) for number in numbers]
         self._arrivals = Arrivals(workload, window)
         self._sweep_ns = NEVER_NS
         self._exchanges_usage = setup.dp_size > 1 and shares_tenants(setup.settings)
@@ -111,7 +113,7 @@ class Simulation:
         self._moves: deque[tuple[int, int]] = deque()
 
     def _make_kv_store(self, number: int, before: SimKvStore | None = None) -> SimKvStore:
-        """The tiers below a scheduler. What an earlier life of it left on disk is there."""
+        """The KV store of a scheduler. It keeps what an earlier life of the scheduler left on disk."""
         setup, engine = self._setup, number // self._setup.dp_size
         assert setup.kv_store is not None
         core, info = self._units[number].replica.scheduler, executor_info(setup, engine)
@@ -119,7 +121,7 @@ class Simulation:
         return SimKvStore(setup.kv_store, core, info, setup.prior(engine), partial(self.apply, number), self.at, disk)
 
     def _move_kv(self, number: int, now: int) -> None:
-        """Have moved what a scheduler wants loaded, stored or handed over."""
+        """Start the loads, stores and transfers that a scheduler has asked for."""
         moves = self._units[number].replica.scheduler.drain_moves()
         if self._kv_stores:
             moves = self._kv_stores[number].take(moves, now)
@@ -149,7 +151,7 @@ class Simulation:
         heappush(self._schedule, (when_ns, next(self._order), call))
 
     def apply(self, number: int, event: Event, now: int) -> None:
-        """An event enters scheduler `number`, or waits at its door while that is stalled."""
+        """Apply an event to scheduler `number`; while that is stalled, the event waits."""
         unit, until = self._units[number], self._stopped.get(number, 0)
         if now < until:
             self.at(until, lambda at: self.apply(number, event, at) if self._units[number] is unit else None)
@@ -165,8 +167,8 @@ class Simulation:
         info = executor_info(setup, engine)
         cached = not setup.settings.disable_radix_cache
         truth = setup.profile_of(engine).cost()
-        told_apart = cached and (self._alike or tape is not None)
-        executor = SimExecutor(info, truth, self._workload.output_tokens, told_apart, self._drafter(info))
+        distinct_tokens = cached and (self._alike or tape is not None)
+        executor = SimExecutor(info, truth, self._workload.output_tokens, distinct_tokens, self._drafter(info))
         answers = engine < setup.replicas
         routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
         settings = setup.settings_of(rank)
@@ -196,13 +198,13 @@ class Simulation:
         return SimDrafter(speculation, speculation.marks(len(self._workload), self._setup.seed), info.max_pool_rows)
 
     @property
-    def _by_turns(self) -> bool:
-        """Whether schedulers have to have their turns in the order of time, as they meet; one alone need not."""
+    def _interleaved(self) -> bool:
+        """Whether schedulers must run in the order of time because they interact; a single one need not."""
         return self._routing is not None or self._workload.follows is not None or bool(self._kv_stores)
 
     def until_end(self) -> Iterator[int]:
         """Let everything happen. Yields the number of requests that came before each."""
-        alone = None if self._by_turns else self._units[0]
+        alone = None if self._interleaved else self._units[0]
         while True:
             at_ns = min(self._arrivals.next_ns, self._schedule[0][0] if self._schedule else NEVER_NS, self._sweep_ns)
             if alone is not None:
@@ -294,7 +296,7 @@ class Simulation:
             unit.adapter.submitted(request, now)
         if self._engines_choose:
             unit.replica.drain(now)
-        if self._by_turns:
+        if self._interleaved:
             self._note_due(number)
 
     def _move(self, now: int) -> None:
@@ -305,7 +307,7 @@ class Simulation:
             self._forward(request, number, now)
 
     def _exchange_tenant_usage(self, now: int) -> None:
-        """The ranks of each engine tell each other what tenants have used, as long as they have work."""
+        """Exchange tenant usage among the ranks of each engine, as long as they have work."""
         size, self._exchanging_usage = self._setup.dp_size, False
         for first in range(0, self._setup.schedulers, size):
             ranks = self._units[first : first + size]
@@ -326,7 +328,7 @@ class Simulation:
         self._schedule_router_sweep(now)
 
     def _schedule_router_sweep(self, now: int) -> None:
-        """When the routers look next at what waits."""
+        """Set the time of the next sweep of the routers' queues."""
         assert self._routing is not None
         self._sweep_ns = self._routing.next_sweep_ns(now)
 
@@ -375,7 +377,7 @@ class Simulation:
         self._serve(now)
 
     def _stop(self, number: int, until: int, now: int) -> None:
-        """A scheduler is stalled until `until`, and what comes meanwhile waits at its door."""
+        """Stall a scheduler until `until`; events for it wait."""
         unit = self._units[number]
         unit.driver.advance_to(now)
         unit.replica.pause_until(until)
@@ -468,7 +470,7 @@ class Simulation:
         return outcome
 
     def check_policy(self) -> None:
-        """Raise ConfigError if a policy of the user's own has failed."""
+        """Raise ConfigError if a user policy has failed."""
         if ":" in self._setup.settings.schedule_policy:
             for unit in self._units:
                 if failure := unit.replica.scheduler.snapshot(unit.replica.now).policy_failure:

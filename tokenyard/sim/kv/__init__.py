@@ -1,1 +1,1 @@
-"""KV that moves in virtual time: from prefill to decode engines over links, and to tiers below the device."""
+"""KV transfers in virtual time: from prefill to decode engines over links, and to and from the KV store."""

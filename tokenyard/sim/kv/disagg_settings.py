@@ -1,4 +1,4 @@
-"""Prefill and decode apart, and tiers below the device, as a simulation is told of them."""
+"""Settings of simulated PD disaggregation and of the simulated KV store."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,14 +17,16 @@ BITS = 8e-9
 
 @dataclass(frozen=True, slots=True)
 class DisaggSettings:
-    """Engines that compute prompts for the others, and the links between them.
+    """PD disaggregation: the prefill engines, and the links between engines.
 
-    prefill_replicas: how many there are; their numbers follow those of the engines that answer. mode: "decode": a
-    router names a prefill engine for each request (`prefill_policy`) and one that answers (`decode_policy`); "both":
-    the router chooses only the engine that answers (`Setup.router`), which asks a prefill engine where its cost model
-    says that this is faster. link_gbit: of each engine's link, in each direction; latency_s: of a message, and before
-    the first byte of KV. terms: leases and timeouts. lost, doubled: shares of the messages that never arrive, and
-    that arrive twice.
+    prefill_replicas: number of prefill engines; they have the numbers after the decode engines.
+    mode: "decode": the router selects a prefill engine and a decode engine for each request; "both": it selects only
+        the decode engine (`Setup.router`), which asks a prefill engine where its cost model predicts a gain.
+    link_gbit: speed of each engine's link in each direction, in Gbit/s.
+    latency_s: of a message, and before the first byte of KV.
+    prefill_policy, decode_policy: routing policies of mode "decode".
+    terms: leases and timeouts.
+    lost, doubled: shares of the messages that never arrive, and that arrive twice.
     """
 
     prefill_replicas: int
@@ -58,11 +60,12 @@ class DisaggSettings:
 
 @dataclass(frozen=True, slots=True)
 class KvStoreSettings:
-    """Stores of KV below each scheduler's device, as `--enable-hierarchical-cache` makes them.
+    """The KV store of each scheduler, as `--enable-hierarchical-cache` makes it.
 
-    host_gb, disk_gb: sizes in 10^9 bytes, 0 for no such tier. What the device stores goes to the highest one first.
-    read_gb_s: of the disk, 0 for the profile's link. write_mb_s: 10^6 bytes a second that are written there at most, 0
-    for as many as are read. prefetch_policy and timeouts: how long a request waits (`engine.watch.kv_store`).
+    host_gb, disk_gb: sizes in 10^9 bytes, 0 for none. KV is written to host memory first if there is any.
+    read_gb_s: read bandwidth of the disk in 10^9 bytes per second, 0 for that of the profile's link.
+    write_mb_s: maximum write rate in 10^6 bytes per second, 0 for the read bandwidth.
+    prefetch_policy, timeout_s, timeout_per_1k_tokens_s: how long a request waits for KV.
     """
 
     host_gb: float = 0.0
@@ -77,9 +80,9 @@ class KvStoreSettings:
         """Raise ConfigError for what cannot be simulated."""
         sizes = (self.host_gb, self.disk_gb, self.read_gb_s, self.write_mb_s)
         if not all(math.isfinite(size) and size >= 0.0 for size in sizes):
-            raise ConfigError("sizes and speeds of --hicache tiers must not be negative")
+            raise ConfigError("sizes and speeds of the KV store (--hicache-...) must not be negative")
         if not self.host_gb + self.disk_gb > 0.0:
-            raise ConfigError("give --hicache-size or --hicache-storage-gb, the gigabytes of a tier below the device")
+            raise ConfigError("give --hicache-size or --hicache-storage-gb, the size of the KV store")
         if self.prefetch_policy not in PREFETCH_POLICIES:
             raise ConfigError(f"the prefetch policy {self.prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
 

@@ -1,8 +1,8 @@
-"""Tiers of KV below one simulated scheduler: what is stored, what is loaded, and when.
+"""The KV store of one simulated scheduler: what is stored, what is loaded, and when.
 
-It does what `engine.watch.kv_store` does with threads and a disk: the scheduler offers what may be stored (`Store`),
-hears what can be loaded (`KvAvailable`), says where to (`Load`) and hears when it is there (`KvLoaded`). Blocks are
-names only.
+It exchanges the events of a server's KV store: the scheduler offers KV (`Store`), is notified of what can be loaded
+(`KvAvailable`), names the pages (`Load`) and is notified when they are loaded (`KvLoaded`). Blocks are digests without
+data.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Apply(Protocol):
 
 @dataclass(slots=True)
 class KvStoreCounters:
-    """What went down and up. Tokens; `hit` and `recomputed` are requests, `evicted` and `dropped` blocks."""
+    """Counters in tokens, except: `hit` and `recomputed` are requests, `late` loads, `evicted` and `blocks` blocks."""
 
     stored: int = 0
     loaded: int = 0
@@ -62,8 +62,8 @@ class KvStoreCounters:
 
 @dataclass(slots=True, eq=False)
 class PendingLoad:
-    """A request whose KV is below: blocks `first` .. `first + found`, of use up to `tokens`; `ready` of them can be
-    loaded fast. told: whether its `KvAvailable` went out.
+    """A request with KV in the store: blocks `first` .. `first + found`, of use up to `tokens`; `ready` of them can be
+    loaded fast. notified: whether its `KvAvailable` was sent.
     """
 
     number: int
@@ -78,7 +78,7 @@ class PendingLoad:
 
 
 class SimKvStore:
-    """The tiers below one scheduler."""
+    """The KV store of one scheduler."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SimKvStore:
         at: At,
         disk: SimBlockStore | None,
     ) -> None:
-        """cost: what the scheduler believes. disk: blocks that are there already, from an earlier life."""
+        """cost: the scheduler's prior cost model. disk: blocks that are there already, from an earlier life."""
         self.counters = KvStoreCounters()
         self.alive = True
         self._kv_stores, self._core, self._cost, self._apply, self._at = kv_store, core, cost, apply, at
@@ -109,13 +109,13 @@ class SimKvStore:
 
     @property
     def busy(self) -> bool:
-        """Whether requests wait for KV from below."""
+        """Whether requests wait for KV from the store."""
         return bool(self._wanted)
 
     # ---- what the simulation says ----------------------------------------------------------------------------------
 
     def submitted(self, request: Request, now: int) -> Request:
-        """Look whether KV of a request is below; returns the request as the scheduler shall see it."""
+        """Look up the KV of a request; returns the request to submit, which awaits KV if the store loads some."""
         if request.lora or request.awaits_kv:
             return request
         cached = self._core.cached_tokens(request)
@@ -137,7 +137,7 @@ class SimKvStore:
         return replace(request, awaits_kv=self._kv_stores.prefetch_policy != "best_effort")
 
     def take(self, moves: list[KvMove], now: int) -> list[KvMove]:
-        """Take on what concerns the tiers of what the scheduler wants moved; returns the rest."""
+        """Start the stores and loads among `moves`; returns the other moves."""
         rest: list[KvMove] = []
         for move in moves:
             if isinstance(move, Store):
@@ -238,7 +238,7 @@ class SimKvStore:
         return sum(1 for _ in takewhile(bool, there))
 
     def _should_load_kv(self, wanted: PendingLoad, cached: int) -> bool:
-        """Whether reading is believed to be faster than computing."""
+        """Whether loading is predicted to be faster than computing."""
         took_ns = len(self._slow(wanted)) * self._disk_read_ns + wanted.found * self._host_ns
         return should_load_kv(self._cost, cached, wanted.tokens, took_ns / NS_PER_S)
 
@@ -257,7 +257,7 @@ class SimKvStore:
         self._wanted[wanted.number] = wanted
 
     def _prefetch_timeout_ns(self, tokens: int) -> int:
-        """How long KV of so many tokens is waited for: once until it is ready, and once until it is in its pages."""
+        """How long KV of `tokens` tokens is waited for (ns): until it is ready, and then until it is in its pages."""
         kv_store = self._kv_stores
         per_1k_s = kv_store.timeout_per_1k_tokens_s
         return round(prefetch_timeout_s(kv_store.prefetch_policy, kv_store.timeout_s, per_1k_s, tokens) * NS_PER_S)
@@ -297,7 +297,7 @@ class SimKvStore:
         self._apply(KvLoaded(load.number, load.start + pages * self._page), now)
 
     def _find_requeued(self, now: int) -> None:
-        """Requests that lost their place come back with what is below of the KV that has left the prefix cache."""
+        """Look up preempted requests: the store may have KV that was evicted from the prefix cache meanwhile."""
         for one in self._core.requeued(MAX_LOOKUPS):
             if one.number in self._wanted:
                 continue

@@ -28,9 +28,14 @@ TARGET_UTILIZATION = 0.85
 
 @dataclass(frozen=True)
 class FleetOption:
-    """A kind of fleet: everything but the number of its replicas. setup: of one replica. price: of a device for an
-    hour, None where nobody gave one. most: replicas that may be had. prefill_share: with `setup.disagg`, the part of
-    these that only prefill, rounded to whole engines; one engine alone does both.
+    """A fleet without the number of its replicas.
+
+    setup: of one replica.
+    policy: name of the schedule policy, with a suffix for prefill engines and KV store.
+    price: of one device for an hour, None if not given.
+    max_replicas: how many replicas are available.
+    prefill_share: with `setup.disagg`, the share of engines that only prefill, rounded to whole engines; a fleet of one
+        engine has none.
     """
 
     setup: Setup
@@ -46,7 +51,7 @@ class FleetOption:
         return f"{self.setup.profile.name}{ranks}, {self.setup.router}, {self.policy}"
 
     def devices(self, replicas: int) -> int:
-        """Devices of so many replicas."""
+        """Number of devices of `replicas` replicas."""
         return replicas * self.setup.dp_size * self.setup.profile.tp
 
     def cost(self, replicas: int) -> float:
@@ -145,8 +150,8 @@ def attained(workload: Workload, trial: Trial, target: float = 0.0) -> float:
     count = traffic.end - traffic.begin
     allowed = floor((1.0 - target) * count + 1e-9)
     run = Simulation(served, setup, window=window)
-    for come in run.until_end():
-        if come % CHECK_REQUESTS == 0 and (misses := run.misses(window)) > allowed:
+    for popped in run.until_end():
+        if popped % CHECK_REQUESTS == 0 and (misses := run.misses(window)) > allowed:
             return 1.0 - misses / count
     run.check_policy()
     return float(run.so_far.met[window].mean())
