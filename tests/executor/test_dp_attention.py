@@ -59,7 +59,7 @@ def test_each_rank_answers_as_the_whole_model(folder, tmp_path, case):
         first, second = (Driver(rank) for rank in ranks)
         judge(case, first, (1, 2))
         # The other one had no step of its own.
-        members = [rank.ranks.member for rank in ranks]
+        members = [rank.ranks.participant for rank in ranks]
         assert [member.idle_steps for member in members] == [0, members[1].rounds]
         with ThreadPoolExecutor(2) as threads:
             jobs = [threads.submit(judge, case, first, (3, 4, 0)), threads.submit(judge, case, second, (2, 5))]

@@ -92,13 +92,13 @@ def looks(watch, clock, seconds):
     """Look ten times a second."""
     for _ in range(round(seconds * 10)):
         clock.now_s += 0.1
-        watch.look()
+        watch.beat()
 
 
 def test_who_slept_itself_gives_the_others_time():
     clock = Clock()
     watch, own = process_watch.ProcessWatch(clock), os.getpid()
-    alive_ns = watch.look()
+    alive_ns = watch.beat()
     looks(watch, clock, 9.0)
     assert not watch.is_stalled(own, alive_ns)
     assert not watch.is_stalled(own, 0)

@@ -24,7 +24,7 @@ from tokenyard.executor.distributed.node_connection import (
     open_node_connection,
     own_hello,
 )
-from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig, meet_nodes
+from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig, wait_for_nodes
 from tokenyard.executor.distributed.worker_node import WorkerNode
 from tokenyard.executor.model_loader import load_executor as load_part
 
@@ -81,7 +81,7 @@ def test_messages_arrive_in_order_and_none_that_nobody_signed():
     node_1.send(NodePlan(b"a" * 100_000))
     node_1.send(NodeHeartbeat())
     assert [node_0.receive(), node_0.receive()] == [NodePlan(b"a" * 100_000), NodeHeartbeat()]
-    sealed = node_connection.frame(node_1._signs.close(node_connection._encoder.encode(NodeEnded("x"))))
+    sealed = node_connection.frame(node_1._own_seal.close(node_connection._encoder.encode(NodeEnded("x"))))
     node_1._sock.sendall(sealed)
     assert node_0.receive() == NodeEnded("x")
     node_1._sock.sendall(sealed)
@@ -132,7 +132,9 @@ def test_a_node_that_does_not_fit_is_refused_and_another_one_waited_for(node, co
             node_of(terms.port, **node).run()
         node_of(terms.port).run()
 
-    present, ended = both(lambda: [node.close(NodeEnded("")) or node.number for node in meet_nodes(terms, facts)], come)
+    present, ended = both(
+        lambda: [node.close(NodeEnded("")) or node.number for node in wait_for_nodes(terms, facts)], come
+    )
     assert present == [1]
     assert ended is None
 
@@ -140,7 +142,7 @@ def test_a_node_that_does_not_fit_is_refused_and_another_one_waited_for(node, co
 def test_nodes_wait_for_each_other_only_so_long():
     port = free_port()
     with pytest.raises(EngineDeadError, match=rf"^node 1 did not come to 127.0.0.1:{port} within 0.05 s$"):
-        meet_nodes(terms_of(0, port, timeout_s=0.05), {})
+        wait_for_nodes(terms_of(0, port, timeout_s=0.05), {})
     with pytest.raises(EngineDeadError, match=rf"^node 0 did not come to 127.0.0.1:{port} within 0.05 s .*refused$"):
         node_of(port, timeout_s=0.05).run()
 
@@ -149,7 +151,7 @@ def test_a_port_that_is_taken_is_an_error_of_settings():
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"^--dist-init-addr: node 0 cannot listen at 127.0.0.1:{port}: "):
-            meet_nodes(terms_of(0, port), {})
+            wait_for_nodes(terms_of(0, port), {})
 
 
 class TwoNodes:

@@ -17,7 +17,7 @@ from tokenyard.base import ConfigError, DeviceLostError
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.distributed import process_watch
 from tokenyard.executor.distributed.load import load_executor as load_divided
-from tokenyard.executor.distributed.pipeline_stages import PipelineStage
+from tokenyard.executor.distributed.pipeline import PipelineStage
 from tokenyard.executor.model_loader import load_executor
 
 TOKENS = 8
@@ -56,7 +56,7 @@ class StagesInTurn:
         for stage, model in list(zip(self.stages, self.models, strict=True))[1:]:
             own = replace(batch, attention={}, token_ids=batch.token_ids.clone())
             stage.compute(model, own, [], open_tokens=False)
-        self.stages[0].meet(self.models[0], batch, open_tokens=False)
+        self.stages[0].receive_hidden(self.models[0], batch, open_tokens=False)
         return self.models[0].step(batch)
 
     def logits(self, first, last):

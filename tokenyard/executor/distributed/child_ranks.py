@@ -77,33 +77,33 @@ class ChildRanks:
     def __init__(self, setups: list[RankSetup], check: Callable[[], None]) -> None:
         """Start them. setups: with the places 1, 2, ..."""
         self._memory, memory = SharedMemory.create(len(setups) + 1)
-        self._members: list[ChildRank] = []
+        self._children: list[ChildRank] = []
         bells = []
         for setup in setups:
-            member, bell = _start(setup, memory)
-            self._members.append(member)
+            child, bell = _start(setup, memory)
+            self._children.append(child)
             bells.append(bell)
         os.close(memory)
         self._ring = RingWriter(self._memory, bells, check)
 
     def __iter__(self) -> Iterator[ChildRank]:
-        return iter(self._members)
+        return iter(self._children)
 
     def send(self, frame: bytes) -> None:
         """Have all compute a plan. Raises OSError if one has gone, and what `check` raises."""
         self._ring.send(frame)
 
-    def look(self, watch: ProcessWatch) -> str:
+    def check(self, watch: ProcessWatch) -> str:
         """Give a heartbeat; returns why they cannot go on, "" if all are well."""
-        now = self._memory.alive_ns[0] = watch.look()
-        for member in self._members:
-            if member.process.poll() is not None:
-                if not member.end:
-                    member.end, member.ended_ns = member.how_it_ended(), now
-                if not member.lost_peers or now - member.ended_ns > ROOT_CAUSE_WAIT_NS:
-                    return f"{member.name} {member.end}"
-            elif watch.is_stalled(member.process.pid, int(self._memory.alive_ns[member.place])):
-                return f"{member.name} is stalled"
+        now = self._memory.alive_ns[0] = watch.beat()
+        for child in self._children:
+            if child.process.poll() is not None:
+                if not child.end:
+                    child.end, child.ended_ns = child.how_it_ended(), now
+                if not child.lost_peers or now - child.ended_ns > ROOT_CAUSE_WAIT_NS:
+                    return f"{child.name} {child.end}"
+            elif watch.is_stalled(child.process.pid, int(self._memory.alive_ns[child.place])):
+                return f"{child.name} is stalled"
         return ""
 
     def begin_step(self, step: int) -> None:
@@ -113,7 +113,7 @@ class ChildRanks:
     def describe(self) -> list[dict[str, Any]]:
         """pid, step and silence of the process that starts them, then of each of them."""
         now = time.monotonic_ns()
-        pids = [os.getpid(), *(member.process.pid for member in self._members)]
+        pids = [os.getpid(), *(child.process.pid for child in self._children)]
         table = zip(pids, self._memory.steps, self._memory.alive_ns, strict=True)
         return [
             {"pid": pid, "step": int(step), "silent_s": round((now - int(alive)) / 1e9, 1)}
@@ -122,18 +122,18 @@ class ChildRanks:
 
     def kill(self) -> None:
         """End them at once."""
-        for member in self._members:
-            member.process.kill()
+        for child in self._children:
+            child.process.kill()
 
     def close(self, patience_s: float) -> None:
         """Tell them to end, and end those that have not after so long."""
         self._ring.close()
-        for member in self._members:
+        for child in self._children:
             with suppress(subprocess.TimeoutExpired):
-                member.process.wait(patience_s)
-            member.process.kill()
-            member.process.wait()
-            member.wire.close()
+                child.process.wait(patience_s)
+            child.process.kill()
+            child.process.wait()
+            child.wire.close()
 
 
 def _start(setup: RankSetup, memory: int) -> tuple[ChildRank, int]:

@@ -1,7 +1,7 @@
-"""Data-parallel ranks of one model, each a scheduler's process: attention of its own, MLPs shared by all.
+"""DP attention: each data-parallel rank has its own attention and KV; the MLPs are divided among the ranks.
 
 Rank 0 listens on a socket in the engine's folder until all others have come. A rank that ends ends all of them, and
-those that are started in their place meet anew.
+the ranks started in their place connect again.
 """
 
 import os
@@ -43,7 +43,7 @@ class JoinRequest(msgspec.Struct):
 
 
 class JoinReply(msgspec.Struct):
-    """What it is told: how many pages all have, a file by which the ranks connect, rank 0's process; or why not."""
+    """What it is status: how many pages all have, a file by which the ranks connect, rank 0's process; or why not."""
 
     num_pages: int
     meeting: str
@@ -63,13 +63,13 @@ class DpAttentionRanks:
         self.rank, self.size = rank, size
         self.places = DpTokenRange(rank)
         self.group = TorchProcessGroup(self._connection_failed)
-        self.member: Participant | None = None
+        self.participant: Participant | None = None
         self._address = place
         self._own_pid = os.getpid()
         self._pids: dict[int, int] = {}
-        self._hub: StepBarrier | None = None
+        self._barrier: StepBarrier | None = None
         self._closing = threading.Event()
-        # In the engine's own folder: nobody else may enter it, and it goes when the engine does.
+        # In the engine's own folder: only this user may enter it, and the engine removes it.
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=Path(place).parent) if rank == 0 else ""
         self._ends: list[socket.socket] = []
         self._meeting = ""
@@ -86,17 +86,17 @@ class DpAttentionRanks:
         self.group.connect(Rendezvous(file=self._meeting), self.rank, self.size, device)
         own = self._ends[0]
         if self.rank == 0:
-            own, hubs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._hub = StepBarrier([hubs, *self._ends], [name_of(rank) for rank in range(self.size)])
+            own, barrier_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._barrier = StepBarrier([barrier_end, *self._ends], [name_of(rank) for rank in range(self.size)])
         own.settimeout(None)
-        self.member = Participant(own, idle, self.places.set, name_of(0))
+        self.participant = Participant(own, idle, self.places.set, name_of(0))
         threading.Thread(target=self._watch, name="stopped ranks", daemon=True).start()
 
     def close(self) -> None:
         """Leave the others."""
         self._closing.set()
-        if self.member is not None:
-            self.member.close()
+        if self.participant is not None:
+            self.participant.close()
         else:
             for end in self._ends:
                 end.close()
@@ -105,16 +105,16 @@ class DpAttentionRanks:
     def _receive_all(self, info: ExecutorInfo) -> ExecutorInfo:
         with suppress(FileNotFoundError):
             os.unlink(self._address)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-            door.bind(self._address)
-            door.listen(self.size)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self._address)
+            listener.listen(self.size)
             wires: dict[int, RankSocket] = {}
             ends: dict[int, socket.socket] = {}
             pages, end_s = [info.num_pages], time.monotonic() + RENDEZVOUS_TIMEOUT_S
             while len(wires) < self.size - 1:
-                door.settimeout(max(RETRY_S, end_s - time.monotonic()))
+                listener.settimeout(max(RETRY_S, end_s - time.monotonic()))
                 try:
-                    end, _ = door.accept()
+                    end, _ = listener.accept()
                     hello = (wire := RankSocket(end)).receive(JoinRequest, RENDEZVOUS_TIMEOUT_S)
                 except (TimeoutError, EOFError, OSError):
                     missing = [name_of(rank) for rank in range(1, self.size) if rank not in wires]
@@ -155,17 +155,17 @@ class DpAttentionRanks:
         return replace(info, num_pages=welcome.num_pages)
 
     def _connection_failed(self, error: Exception) -> DeviceLostError:
-        return self.member.lost(error) if self.member is not None else DeviceLostError(str(error))
+        return self.participant.lost(error) if self.participant is not None else DeviceLostError(str(error))
 
     def _watch(self) -> None:
-        """End ranks that are stopped: rank 0 looks after all others, and each of them after rank 0."""
-        looks = dict.fromkeys(self._pids, 0)
+        """End ranks that are stopped: rank 0 stopped_polls after all others, and each of them after rank 0."""
+        stopped_polls = dict.fromkeys(self._pids, 0)
         while not self._closing.wait(HEARTBEAT_INTERVAL_S):
             for rank, pid in self._pids.items():
-                looks[rank] = looks[rank] + 1 if state_of(pid) in STOPPED_STATES else 0
-                if looks[rank] * HEARTBEAT_INTERVAL_S > STOPPED_AFTER_S:
-                    if self._hub is not None:
-                        self._hub.reason = f"{name_of(rank)} is stalled"
+                stopped_polls[rank] = stopped_polls[rank] + 1 if state_of(pid) in STOPPED_STATES else 0
+                if stopped_polls[rank] * HEARTBEAT_INTERVAL_S > STOPPED_AFTER_S:
+                    if self._barrier is not None:
+                        self._barrier.reason = f"{name_of(rank)} is stalled"
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                     return
@@ -180,15 +180,15 @@ class DpAttentionExecutor(ModelExecutor):
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell`, from another thread, when a rank is lost; see DistributedExecutor."""
-        assert self.ranks.member is not None
-        self.ranks.member.on_lost(tell)
+        assert self.ranks.participant is not None
+        self.ranks.participant.on_lost(tell)
 
     def describe_ranks(self) -> list[dict[str, Any]]:
         """What people should know of this rank; see DistributedExecutor."""
-        member = self.ranks.member
-        assert member is not None
-        told = {"tp_rank": self.ranks.rank, "pid": os.getpid(), "step": member.rounds, "silent_s": 0.0}
-        return [told | {"idle_steps": member.idle_steps}]
+        participant = self.ranks.participant
+        assert participant is not None
+        status = {"tp_rank": self.ranks.rank, "pid": os.getpid(), "step": participant.rounds, "silent_s": 0.0}
+        return [status | {"idle_steps": participant.idle_steps}]
 
     def close(self) -> None:
         """Leave the others and give back the device's memory."""
@@ -203,12 +203,12 @@ class DpAttentionExecutor(ModelExecutor):
 
     def _run(self, ticket: Ticket) -> None:
         """Compute a step together with all ranks."""
-        tokens, member = len(ticket.plan.tokens), self.ranks.member
+        tokens, participant = len(ticket.plan.tokens), self.ranks.participant
         if not tokens:
             super()._run(ticket)
             return
-        assert member is not None
-        member.begin(tokens)
+        assert participant is not None
+        participant.begin(tokens)
         try:
             super()._run(ticket)
         except DeviceLostError:
@@ -217,13 +217,13 @@ class DpAttentionExecutor(ModelExecutor):
             # The others are at another place by now.
             raise DeviceLostError(f"{name_of(self.ranks.rank)} failed: {type(error).__name__}: {error}") from error
         finally:
-            member.end()
+            participant.end()
 
 
 def load_executor(model_path: str, *, meeting: str, rank: int, ranks: int, **options: Any) -> DpAttentionExecutor:
     """Load the part of data-parallel rank `rank` of `ranks`, and wait for the others. meeting: where rank 0 listens, in
-    a folder that only this user may enter; the other options are those of `load.load_executor`. Raises ConfigError and
-    EngineDeadError.
+    a folder that only this user may enter; the other options are those of `model_loader.load_executor`. Raises
+    ConfigError and EngineDeadError.
     """
     group = DpAttentionRanks(meeting, rank, ranks)
     part = DpAttentionShard(rank, ranks, group.group, group.agree, group.places)

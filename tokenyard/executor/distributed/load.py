@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from tokenyard.executor.distributed.pipeline import PipelineExecutor
-from tokenyard.executor.distributed.pipeline_stages import PipelineStage
+from tokenyard.executor.distributed.pipeline import PipelineExecutor, PipelineStage
 from tokenyard.executor.distributed.rank0 import ModelRanks, Rank0Executor, TensorParallelExecutor
 from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig
 from tokenyard.executor.distributed.tensor import TensorParallelShard
@@ -26,8 +25,8 @@ def load_executor(
     **options: Any,
 ) -> Rank0Executor:
     """Load a model over ranks, each a process: `tp_size` that share every layer, or `pp_size` stages. nodes: fields of
-    `MultiNodeConfig` if some of them are on other machines. share_kv: whether KV shall be moved or stored, which needs
-    all of it in this machine's memory. The other options are those of `load.load_executor`.
+    `MultiNodeConfig` if some of them are on other machines. share_kv: whether KV is moved or stored, which needs
+    all of it in this machine's memory. The other options are those of `model_loader.load_executor`.
 
     Raises ConfigError and EngineDeadError, with the rank at fault.
     """

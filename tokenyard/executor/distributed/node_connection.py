@@ -116,12 +116,12 @@ def own_hello(node: int) -> NodeHello:
 class NodeConnection:
     """One end of a connection that is open for messages. One thread receives, any may send."""
 
-    def __init__(self, sock: socket.socket, frames: Frames, signs: Seal, checks: Seal) -> None:
+    def __init__(self, sock: socket.socket, frames: Frames, own_seal: Seal, peer_seal: Seal) -> None:
         frames.max_frame_bytes = MAX_MESSAGE_BYTES
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_S, 0))
         self._sock, self._frames = sock, frames
-        self._signs, self._checks = signs, checks
+        self._own_seal, self._peer_seal = own_seal, peer_seal
         self._lock = threading.Lock()
 
     @property
@@ -133,13 +133,13 @@ class NodeConnection:
         """Send a message. Raises OSError if the other end has gone, or takes nothing for SEND_S."""
         body = _encoder.encode(message)
         with self._lock:
-            self._sock.sendall(frame(self._signs.close(body)))
+            self._sock.sendall(frame(self._own_seal.close(body)))
 
     def receive(self) -> Message:
         """Wait for a message. Raises EOFError or OSError where the connection has ended, HandshakeError for what is no
         message of the other end.
         """
-        body = self._checks.open(_next_frame(self._sock, self._frames))
+        body = self._peer_seal.open(_next_frame(self._sock, self._frames))
         try:
             return _messages.decode(body)
         except msgspec.MsgspecError as error:
@@ -149,14 +149,14 @@ class NodeConnection:
         """Say a last word, if the other end takes it at once, and nothing more."""
         if self._lock.acquire(timeout=GIVE_UP_S):
             try:
-                self._sock.send(frame(self._signs.close(_encoder.encode(last))), socket.MSG_DONTWAIT)
+                self._sock.send(frame(self._own_seal.close(_encoder.encode(last))), socket.MSG_DONTWAIT)
             except OSError:
                 pass
             finally:
                 self._lock.release()
         self._shut(socket.SHUT_WR)
 
-    def break_off(self) -> None:
+    def shut_down(self) -> None:
         """End the connection from any thread: whatever waits for it raises."""
         self._shut(socket.SHUT_RDWR)
 
@@ -194,9 +194,9 @@ def open_node_connection(
     proof = _opening(_next_frame(sock, frames), Proof)
     if not secrets.compare_digest(proof.mac, prove(secret, theirs, ours, dialled=not dialled)):
         raise HandshakeError("the secret is another one (TOKENYARD_DIST_SECRET)")
-    signs = Seal(secret, ours, theirs, dialled=dialled)
-    checks = Seal(secret, theirs, ours, dialled=not dialled)
-    return NodeConnection(sock, frames, signs, checks), hello
+    own_seal = Seal(secret, ours, theirs, dialled=dialled)
+    peer_seal = Seal(secret, theirs, ours, dialled=not dialled)
+    return NodeConnection(sock, frames, own_seal, peer_seal), hello
 
 
 def _compare(own: NodeHello, theirs: NodeHello) -> None:

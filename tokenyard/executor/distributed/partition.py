@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Protocol
 
 from tokenyard.base import ConfigError, ExecutorInfo
-from tokenyard.executor.distributed.step_message import Range
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig
@@ -14,6 +13,9 @@ from tokenyard.executor.weights import Weights
 ParallelKind = Literal["tensor", "pipeline"]
 """How a model is divided: every layer among all ranks, or whole layers in stages."""
 
+Range = tuple[int, int]
+"""First and end of some tokens of a plan."""
+
 AgreePages = Callable[[ExecutorInfo], ExecutorInfo]
 """Compares what a rank has loaded with the others; returns it with the number of pages that all have."""
 
@@ -21,9 +23,10 @@ AgreePages = Callable[[ExecutorInfo], ExecutorInfo]
 class ModelPartition(Protocol):
     """Rank `rank` of the `size` ranks of a model. Rank 0 is the one that schedules and samples.
 
-    flag: what asks for this way of dividing. takes_all: whether there is a tensor of each name at every rank.
-    within_rank: whether all ranks are one data-parallel rank. joint: how ranks make whole what each computes of a
-    layer, None where layers are whole.
+    flag: the command-line flag of this kind of parallelism.
+    takes_all: whether every rank has a part of each tensor.
+    within_rank: whether all ranks belong to one data-parallel rank.
+    tp_comm: combines the ranks' parts of a layer; None where layers are not divided.
     """
 
     flag: ClassVar[str]
@@ -40,11 +43,11 @@ class ModelPartition(Protocol):
 
     @property
     def agree(self) -> AgreePages:
-        """See Agree."""
+        """See AgreePages."""
 
     @property
     def tp_comm(self) -> TensorParallelComm | None:
-        """See Joint."""
+        """See TensorParallelComm."""
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The part of a model that this rank computes, as a model. Raises ConfigError where it cannot be divided."""
@@ -53,8 +56,8 @@ class ModelPartition(Protocol):
         """This rank's part of the tensors of `source`, which are those of the whole model."""
 
     def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
-        """Compute a step at a rank other than 0. ranges: see `steps`. open_tokens: whether only rank 0 knows all tokens
-        of the batch.
+        """Compute a step at a rank other than 0. ranges: see `encode_step`. open_tokens: whether only rank 0 knows
+        all tokens of the batch.
         """
 
 
@@ -64,7 +67,7 @@ def stage_of(rank: int, size: int) -> int:
 
 
 def name_of(form: ParallelKind, rank: int, size: int) -> str:
-    """What people call a rank of a model."""
+    """Return the name of a rank in messages and logs."""
     return f"tensor-parallel rank {rank}" if form == "tensor" else f"pipeline stage {stage_of(rank, size)}"
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 MAX_PENDING_SENDS = 8
-"""Tensors that a rank has sent and that nobody has received yet; more than there are plans in flight."""
+"""Tensors that a rank has sent and that are not received yet; more than there are plans in flight."""
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 """For ranks that have all loaded: one that does not come now has ended."""
@@ -76,7 +76,7 @@ class TorchProcessGroup:
         self.sum(torch.zeros(1, device=device))
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks; see Group."""
+        """Return the sum over the ranks; see ProcessGroup."""
         try:
             self._group.allreduce([part]).wait()
         except RuntimeError as error:
@@ -84,7 +84,7 @@ class TorchProcessGroup:
         return part
 
     def broadcast_from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's tensor; see Group."""
+        """Return rank 0's tensor; see ProcessGroup."""
         try:
             self._group.broadcast(tensor, 0).wait()
         except RuntimeError as error:
@@ -92,7 +92,7 @@ class TorchProcessGroup:
         return tensor
 
     def gather_to_rank0(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return all tensors at rank 0; see Group."""
+        """Return all tensors at rank 0; see ProcessGroup."""
         parts = [torch.empty_like(part) for _ in range(self._group.size())] if not self._group.rank() else []
         try:
             self._group.gather(parts, part.contiguous(), 0).wait()
@@ -121,7 +121,7 @@ class TorchProcessGroup:
         return memory
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Release the connections."""
         self._group = None
 
 

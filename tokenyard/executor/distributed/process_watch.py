@@ -1,4 +1,4 @@
-"""When a process of the same machine counts as standing still."""
+"""When a process counts as stalled."""
 
 import time
 from collections.abc import Callable
@@ -18,18 +18,18 @@ STOPPED_STATES = ("T", "t")
 
 
 class ProcessWatch:
-    """Judges other processes, one look every HEARTBEAT_INTERVAL_S.
+    """Decides whether other processes are stalled, once every HEARTBEAT_INTERVAL_S.
 
-    One that has slept through its own looks (a whole container was frozen, or the machine is very busy) knows nothing
-    of the time in between, and gives the others time from then on.
+    A watcher that missed its own beats (a frozen container, a very busy machine) cannot judge that time, so it counts
+    silence from its own return.
     """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
         self._awake_ns = self._polled_ns = clock()
 
-    def look(self) -> int:
-        """Begin a look at the others; returns the time in ns, this process's own heartbeat."""
+    def beat(self) -> int:
+        """Start a round of checks; returns the time in ns, which is this process's heartbeat."""
         now = self._clock()
         if now - self._polled_ns > OVERSLEPT_S * NS_PER_S:
             self._awake_ns = now
@@ -42,7 +42,7 @@ class ProcessWatch:
         return silent_s >= STOPPED_AFTER_S and (silent_s > SILENT_AFTER_S or state_of(pid) in STOPPED_STATES)
 
     def is_silent(self, alive_ns: int) -> bool:
-        """The same of a process on another machine, of which nobody here knows whether it is stopped."""
+        """Whether a process on another machine, whose kernel state is unknown, has been silent for too long."""
         return self._silent_s(alive_ns) > SILENT_AFTER_S
 
     def _silent_s(self, alive_ns: int) -> float:

@@ -22,13 +22,19 @@ import torch
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo, Int32Array, KvPieces, StepPlan
 from tokenyard.executor.distributed.child_ranks import END_TIMEOUT_S, ChildRanks
 from tokenyard.executor.distributed.node_connection import Message, NodeEnded, NodeHeartbeat, NodePlan, NodeWelcome
-from tokenyard.executor.distributed.partition import ParallelKind, name_of, stage_of
+from tokenyard.executor.distributed.partition import ParallelKind, Range, name_of, stage_of
 from tokenyard.executor.distributed.process_group import Rendezvous, TorchProcessGroup
 from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, ProcessWatch
-from tokenyard.executor.distributed.rank_messages import OWN_FIELDS, AgreedNumPages, RankReport, RankSetup, check_report
-from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig, RemoteNode, meet_nodes
+from tokenyard.executor.distributed.rank_messages import (
+    OWN_FIELDS,
+    AgreedNumPages,
+    RankReport,
+    RankSetup,
+    check_report,
+    encode_step,
+)
+from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig, RemoteNode, wait_for_nodes
 from tokenyard.executor.distributed.shared_kv import MappedKv, pieces_of_all_ranks
-from tokenyard.executor.distributed.step_message import Range, encode_step
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.runner import ModelExecutor, Ticket
 from tokenyard.executor.sampling.logprobs import prompt_ranges
@@ -39,7 +45,7 @@ REASON_TIMEOUT_S = 2.0
 
 
 class ModelRanks:
-    """The other ranks of a model, as rank 0 sees them: beside it, and on other nodes.
+    """The other ranks of a model, as rank 0 sees them: on its node and on other nodes.
 
     When one of them ends or is stalled, all are ended, and `on_lost` is told why; what is computed then raises
     DeviceLostError.
@@ -55,7 +61,7 @@ class ModelRanks:
         *,
         share_kv: bool = False,
     ) -> None:
-        """Start the processes beside this one, and wait for the other nodes. options: those of `load_executor`, JSON
+        """Start the ranks of this node, and wait for the other nodes. options: those of `load_executor`, JSON
         values only. form: how the model is divided. terms: how nodes find each other, None for this machine alone.
         share_kv: whether this process maps the KV of all.
         """
@@ -74,14 +80,14 @@ class ModelRanks:
         self._nodes: list[RemoteNode] = []
         self._terms = terms
         if terms is not None:
-            self._meet(terms, options)
+            self._connect_nodes(terms, options)
             options = options | {"nodes": terms.count}
         here = size if terms is None else len(terms.ranks_of(0, size))
         setups = [
             RankSetup(model_path, options, rank, size, os.getpid(), self._meeting, rank, here, form, share_kv)
             for rank in range(1, here)
         ]
-        self._members = ChildRanks(setups, self._check)
+        self._children = ChildRanks(setups, self._check)
         for node in self._nodes:
             node.on_ended = self._node_ended
             if node.reason:
@@ -92,39 +98,39 @@ class ModelRanks:
 
         Raises ConfigError or EngineDeadError for a rank that failed, is late, or has other settings.
         """
-        pages = [check_report(member.name, member.wait_report(), info) for member in self._members]
+        pages = [check_report(child.name, child.wait_report(), info) for child in self._children]
         for node, name in self._remote():
             pages.append(check_report(name, node.wait_report(name), info, (*OWN_FIELDS, "model")))
         agreed = AgreedNumPages(min(info.num_pages, *pages))
-        for member in self._members:
-            member.wire.send(agreed)
+        for child in self._children:
+            child.wire.send(agreed)
         for node in self._nodes:
-            self._say(node, agreed)
+            self._send(node, agreed)
         return replace(info, num_pages=agreed.num_pages)
 
     def connect(self, device: torch.device) -> None:
         """Connect all ranks once they have memory for KV, and watch over them. Raises as `agree`."""
-        for member in self._members:
-            report = self._ready(member.name, member.wait_report())
+        for child in self._children:
+            report = self._ready(child.name, child.wait_report())
             if self.kv is not None and report.kv is not None:
-                self.kv.append(MappedKv(member.kv, report.kv))
-                os.close(member.kv)
+                self.kv.append(MappedKv(child.kv, report.kv))
+                os.close(child.kv)
         for node, name in self._remote():
             self._ready(name, node.wait_report(name))
         self._watcher.start()
         self.group.connect(self._meeting, 0, self.size, device, self._store)
-        # Nobody needs the meeting place any more, and this process may be killed.
+        # All ranks are connected, so the folder is not needed; remove it before this process can be killed.
         self._folder.cleanup()
 
     def send(self, plan: StepPlan, ranges: Sequence[Range] = ()) -> None:
-        """Have the other ranks compute a plan. ranges: see `steps`. Raises DeviceLostError."""
+        """Have the other ranks compute a plan. ranges: see `encode_step`. Raises DeviceLostError."""
         self._check()
-        self._members.begin_step(plan.step)
+        self._children.begin_step(plan.step)
         data = encode_step(plan, ranges)
         for node in self._nodes:
-            self._say(node, NodePlan(data))
+            self._send(node, NodePlan(data))
         try:
-            self._members.send(data)
+            self._children.send(data)
         except OSError as error:
             raise self._connection_failed(error) from error
 
@@ -132,10 +138,10 @@ class ModelRanks:
         """End all ranks; returns the error to raise. The first reason counts."""
         if not self._reason:
             self._reason = reason
-            self._members.kill()
+            self._children.kill()
             for node in self._nodes:
                 node.link.leave(NodeEnded(reason))
-            # Before anybody who waits for the reason can end this process.
+            # Log before setting the event: a thread that waits for the reason may end this process.
             logger.critical("%s, so all %d ranks of the model end", reason, self.size)
             self._lost.set()
         return DeviceLostError(self._reason)
@@ -147,10 +153,10 @@ class ModelRanks:
             tell(self._reason)
 
     def describe(self) -> list[dict[str, Any]]:
-        """What people should know of each rank, rank 0 first."""
-        found = self._members.describe()
+        """Return the state of each rank, rank 0 first."""
+        found = self._children.describe()
         for node in self._nodes:
-            found += [sign | {"node": node.number} for sign in node.signs]
+            found += [sign | {"node": node.number} for sign in node.statuses]
         places = [
             {"tp_rank": rank} if self.form == "tensor" else {"pp_rank": stage_of(rank, self.size)}
             for rank in range(self.size)
@@ -169,14 +175,14 @@ class ModelRanks:
         for node in self._nodes:
             node.close(NodeEnded(why, isinstance(error, ConfigError)))
         self.group.close()
-        self._members.close(END_TIMEOUT_S if self._watcher.ident and not self._reason else 0.0)
+        self._children.close(END_TIMEOUT_S if self._watcher.ident and not self._reason else 0.0)
         if self._store is not None:
             self._store.close()
         self._folder.cleanup()
 
-    def _meet(self, terms: MultiNodeConfig, options: dict[str, Any]) -> None:
+    def _connect_nodes(self, terms: MultiNodeConfig, options: dict[str, Any]) -> None:
         """Wait for the other nodes, and have them load."""
-        self._nodes = meet_nodes(terms, terms.facts(options, self.form, self.size))
+        self._nodes = wait_for_nodes(terms, terms.facts(options, self.form, self.size))
         address = self._nodes[0].link.own_address
         self._store = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = self._store.getsockname()[1]
@@ -198,7 +204,7 @@ class ModelRanks:
             raise (ConfigError if report.wrong_settings else EngineDeadError)(f"{name}: {report.failure}")
         return report
 
-    def _say(self, node: RemoteNode, message: Message) -> None:
+    def _send(self, node: RemoteNode, message: Message) -> None:
         try:
             node.link.send(message)
         except OSError as error:
@@ -221,7 +227,7 @@ class ModelRanks:
         """Look after the others, and give heartbeats to them."""
         watch = ProcessWatch()
         while not self._closing.wait(HEARTBEAT_INTERVAL_S):
-            if reason := self._members.look(watch):
+            if reason := self._children.check(watch):
                 self.give_up(reason)
             for node in self._nodes:
                 if watch.is_silent(node.heard_ns):
@@ -250,11 +256,11 @@ class Rank0Executor(ModelExecutor):
         return pieces_of_all_ranks(own, others, pages, own_last=self.ranks.form == "pipeline")
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
-        """Call `tell`, from another thread, when a rank is lost; see ParallelExecutor."""
+        """Call `tell`, from another thread, when a rank is lost; see DistributedExecutor."""
         self.ranks.notify_loss(tell)
 
     def describe_ranks(self) -> list[dict[str, Any]]:
-        """What people should know of each rank; see ParallelExecutor."""
+        """Return the state of each rank; see DistributedExecutor."""
         return self.ranks.describe()
 
     def close(self) -> None:

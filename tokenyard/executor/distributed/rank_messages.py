@@ -1,27 +1,38 @@
 """What the ranks of a model tell each other while they start: lines of JSON on a socket to each from rank 0."""
 
 import socket
+import struct
 import time
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
-from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo
+from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo, StepPlan
+from tokenyard.base.plan_bytes import decode_plan, encode_plan
 from tokenyard.base.version import __version__
-from tokenyard.executor.distributed.partition import ParallelKind, name_of
+from tokenyard.executor.distributed.partition import ParallelKind, Range, name_of
 from tokenyard.executor.distributed.process_group import Rendezvous
 from tokenyard.executor.distributed.shared_kv import KvLayout
 
 OWN_FIELDS = ("num_pages", "device")
-"""What may differ between ranks: the least number of pages is agreed on, and each has a device of its own."""
+"""What may differ between ranks: the least number of pages is agreed on, and each has its own device."""
 
 Line = TypeVar("Line")
 
+_RANGE_COUNT = struct.Struct("=q")
+
 
 class RankSetup(msgspec.Struct):
-    """What a rank is told first. form: how the model is divided. options: those of `load_executor`. place: its column
-    in the table of this machine, which has `places`; the process that starts it has the first one. share_kv: whether
-    its KV is in memory that rank 0 maps too.
+    """The first message to a rank.
+
+    options: those of `load_executor`.
+    meeting: by what the ranks connect.
+    place: the rank's column in this machine's heartbeat table; the parent process has column 0.
+    places: columns of that table.
+    form: how the model is divided.
+    share_kv: whether the rank's KV is in memory that rank 0 maps too.
     """
 
     model_path: str
@@ -37,15 +48,19 @@ class RankSetup(msgspec.Struct):
 
     @property
     def name(self) -> str:
-        """What people call this rank."""
+        """The rank's name in messages and logs."""
         return name_of(self.form, self.rank, self.size)
 
 
 class RankReport(msgspec.Struct):
-    """What a rank says: what it has loaded, later that it is ready, or why it cannot go on.
+    """A rank's report: what it loaded, then that it is ready, or why it failed.
 
-    wrong_settings: whether the failure is one of settings or files, which its text names. lost_peers: whether it is
-    that another rank could not be reached. kv: of KV that rank 0 maps, once it is there.
+    failure: why it failed, empty if it did not.
+    wrong_settings: whether settings or files are the cause.
+    lost_peers: whether the cause is that another rank could not be reached.
+    version: the version of Tokenyard that it runs.
+    info: what it loaded.
+    kv: the layout of KV that rank 0 maps, once allocated.
     """
 
     failure: str = ""
@@ -112,3 +127,23 @@ def check_report(name: str, report: RankReport, own: ExecutorInfo, may_differ: t
         if field not in may_differ and theirs[field] != ours[field]:
             raise ConfigError(f"{name} has {field} {theirs[field]!r}, but rank 0 has {ours[field]!r}")
     return report.info.num_pages
+
+
+def encode_step(plan: StepPlan, ranges: Sequence[Range]) -> bytes:
+    """Return a plan and the ranges of its tokens for which ranks compute logits, as bytes.
+
+    Log-probabilities of prompts need logits in addition to those that are sampled from. Only rank 0 knows which: it
+    alone has the requests. Every rank with a part of the head computes them.
+    """
+    numbers = np.array(ranges, np.int64).tobytes() if ranges else b""
+    return _RANGE_COUNT.pack(len(ranges)) + numbers + encode_plan(plan)
+
+
+def decode_step(data: bytes) -> tuple[StepPlan, list[Range]]:
+    """Return plan and ranges in bytes of `encode_step`. Raises ValueError for other bytes."""
+    count = _RANGE_COUNT.unpack_from(data)[0] if len(data) >= _RANGE_COUNT.size else -1
+    begin = _RANGE_COUNT.size + 16 * count
+    if not 0 <= count <= len(data) // 16:
+        raise ValueError(f"a step of {len(data)} bytes is cut off")
+    numbers = np.frombuffer(data, np.int64, 2 * count, _RANGE_COUNT.size).tolist()
+    return decode_plan(data[begin:]), list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -1,8 +1,8 @@
 """A rank of a model other than rank 0: it computes the plans that rank 0 sends, and nothing else.
 
-It is started by rank 0, or by the command of another node (`parallel.node`), which passes on what rank 0 says. It runs
+It is started by rank 0, or by the command of another node (`worker_node`), which forwards rank 0's messages. It runs
 as `python -m tokenyard.executor.distributed.rank_process CONTROL BELL MEMORY [KV]`, descriptors all. It has no
-scheduler, no sampler of its own and no clock but for its heartbeat.
+scheduler and no sampler, and reads the clock only for its heartbeat.
 """
 
 import ctypes
@@ -21,13 +21,12 @@ import torch
 
 from tokenyard.base import ConfigError, DeviceLostError, ExecutorInfo, TokenyardError
 from tokenyard.executor.distributed.partition import ModelPartition
-from tokenyard.executor.distributed.pipeline_stages import PipelineStage
+from tokenyard.executor.distributed.pipeline import PipelineStage
 from tokenyard.executor.distributed.process_group import TorchProcessGroup
 from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, ProcessWatch
-from tokenyard.executor.distributed.rank_messages import AgreedNumPages, RankReport, RankSetup, RankSocket
+from tokenyard.executor.distributed.rank_messages import AgreedNumPages, RankReport, RankSetup, RankSocket, decode_step
 from tokenyard.executor.distributed.shared_kv import layout_of, pool_memory
 from tokenyard.executor.distributed.shm_broadcast import RingReader, SharedMemory
-from tokenyard.executor.distributed.step_message import decode_step
 from tokenyard.executor.distributed.tensor import TensorParallelShard
 from tokenyard.executor.forward_batch import build_batch
 from tokenyard.executor.model_loader import load_executor
@@ -36,7 +35,7 @@ from tokenyard.executor.runner import ModelExecutor
 
 PR_SET_PDEATHSIG = 1
 CPU_NICE = 5
-"""As much as rank 0 gives way to the rest of a server whose model runs on the CPU."""
+"""The niceness of rank 0 where the model runs on the CPU."""
 
 
 class RankProcess:
@@ -92,7 +91,7 @@ class RankProcess:
         """Give heartbeats, and end the process that started this one if it is stalled: all ranks end together."""
         parent, watch = self._setup.parent_pid, ProcessWatch()
         while True:
-            self._memory.alive_ns[self._setup.place] = watch.look()
+            self._memory.alive_ns[self._setup.place] = watch.beat()
             if watch.is_stalled(parent, int(self._memory.alive_ns[0])):
                 os.kill(parent, signal.SIGKILL)
                 os._exit(1)
@@ -110,9 +109,9 @@ def die_with_parent(parent_pid: int) -> None:
 def main() -> NoReturn:
     """Run one rank; exits with 1, and the reason on the socket, when it fails."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Ending is rank 0's business.
+        # Rank 0 ends this process.
         signal.signal(number, signal.SIG_IGN)
-    # Rank 0 says what there is to say, in the format that is asked for.
+    # Rank 0 logs, in the format that the user selects.
     logging.disable(logging.CRITICAL)
     control, *others = map(int, sys.argv[1:])
     wire = RankSocket(socket.socket(fileno=control))

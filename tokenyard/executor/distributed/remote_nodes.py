@@ -1,7 +1,7 @@
 """The other nodes of a model over several machines, as rank 0 on node 0 sees them.
 
-Node 0 listens while it waits for the others. Each of them (`parallel.node`) proves that it knows the secret, says what
-it would compute, and starts its ranks when all are there. Their ranks load and report as those beside rank 0 do.
+Node 0 listens while it waits for the others. Each of them (`worker_node`) proves that it knows the secret, sends
+its settings, and starts its ranks when all nodes have connected. Their ranks load and report like rank 0's children.
 """
 
 import logging
@@ -34,7 +34,7 @@ from tokenyard.executor.distributed.rank_messages import RankReport
 logger = logging.getLogger(__name__)
 
 OF_EACH_NODE = ("threads", "mem_fraction_static", "rank", "ranks", "nodes")
-"""Options of `load_executor` that are a node's own affair."""
+"""Options of `load_executor` that may differ between nodes."""
 
 FLAG_OF_OPTION = {
     "max_pool_rows": "--max-running-requests",
@@ -90,7 +90,7 @@ class RemoteNode:
         self.number, self.link = number, link
         self.reason = ""
         self.heard_ns = 0
-        self.signs: list[dict[str, Any]] = []
+        self.statuses: list[dict[str, Any]] = []
         self.on_ended: Callable[[str], None] = lambda reason: None
         self._reports: queue.SimpleQueue[RankReport | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name=f"node {number}", daemon=True)
@@ -127,7 +127,7 @@ class RemoteNode:
         if isinstance(message, NodeRankReport):
             self._reports.put(message.report)
         elif isinstance(message, NodeStatus):
-            self.signs = message.ranks
+            self.statuses = message.ranks
         elif isinstance(message, NodeEnded):
             self.reason = f"node {self.number}: {message.reason}"
         else:
@@ -135,14 +135,14 @@ class RemoteNode:
         self.heard_ns = time.monotonic_ns()
 
 
-def meet_nodes(terms: MultiNodeConfig, facts: dict[str, Any]) -> list[RemoteNode]:
+def wait_for_nodes(terms: MultiNodeConfig, facts: dict[str, Any]) -> list[RemoteNode]:
     """Wait at node 0 for all other nodes; returns them by number.
 
     One with another secret or other settings is told so, and waited for further. Raises ConfigError if node 0 cannot
     listen at the address, EngineDeadError if a node is late.
     """
     try:
-        door = socket.create_server(
+        listener = socket.create_server(
             (terms.host, terms.port), family=socket.AF_INET6 if ":" in terms.host else socket.AF_INET
         )
     except OSError as error:
@@ -150,11 +150,11 @@ def meet_nodes(terms: MultiNodeConfig, facts: dict[str, Any]) -> list[RemoteNode
     present: dict[int, RemoteNode] = {}
     end_s = time.monotonic() + terms.timeout_s
     try:
-        with door:
+        with listener:
             while missing := _missing(terms, present):
                 logger.info("waiting for node %s at %s", ", ".join(map(str, missing)), terms.place)
                 left_s = end_s - time.monotonic()
-                if left_s <= 0 or not _accept_node(door, left_s, terms, facts, present):
+                if left_s <= 0 or not _accept_node(listener, left_s, terms, facts, present):
                     names = ", ".join(f"node {number}" for number in missing)
                     raise EngineDeadError(f"{names} did not come to {terms.place} within {terms.timeout_s:g} s")
     except BaseException:
@@ -171,21 +171,25 @@ def _missing(terms: MultiNodeConfig, present: dict[int, RemoteNode]) -> list[int
 
 
 def _accept_node(
-    door: socket.socket, left_s: float, terms: MultiNodeConfig, facts: dict[str, Any], present: dict[int, RemoteNode]
+    listener: socket.socket,
+    left_s: float,
+    terms: MultiNodeConfig,
+    facts: dict[str, Any],
+    present: dict[int, RemoteNode],
 ) -> bool:
     """Take the next connection; returns whether there was one in time."""
-    door.settimeout(left_s)
+    listener.settimeout(left_s)
     try:
-        sock, address = door.accept()
+        sock, address = listener.accept()
     except TimeoutError:
         return False
     link = None
     try:
         link, hello = open_node_connection(sock, own_hello(0), terms.secret.encode(), dialled=False)
-        said = link.receive()
-        if not isinstance(said, NodeSettings):
+        settings = link.receive()
+        if not isinstance(settings, NodeSettings):
             raise HandshakeError("it does not say what it would compute")
-        if why := _why_not(hello, said, terms, facts, present):
+        if why := _why_not(hello, settings, terms, facts, present):
             link.leave(Refused(why))
             raise HandshakeError(why)
         present[hello.node] = RemoteNode(hello.node, link)
@@ -198,12 +202,16 @@ def _accept_node(
 
 
 def _why_not(
-    hello: NodeHello, said: NodeSettings, terms: MultiNodeConfig, facts: dict[str, Any], present: dict[int, RemoteNode]
+    hello: NodeHello,
+    settings: NodeSettings,
+    terms: MultiNodeConfig,
+    facts: dict[str, Any],
+    present: dict[int, RemoteNode],
 ) -> str:
     """Why a node is not taken, "" if it is."""
     name = f"node {hello.node}"
-    for flag in [*facts, *(flag for flag in said.values if flag not in facts)]:
-        here, there = facts.get(flag), said.values.get(flag)
+    for flag in [*facts, *(flag for flag in settings.values if flag not in facts)]:
+        here, there = facts.get(flag), settings.values.get(flag)
         if here == there:
             continue
         if flag == WEIGHTS:

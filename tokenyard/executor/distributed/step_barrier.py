@@ -76,10 +76,10 @@ class Participant:
     """One rank. idle: computes an idle batch; begin_step: is told the tokens of each rank before a step."""
 
     def __init__(
-        self, end: socket.socket, idle: Callable[[], None], begin_step: Callable[[list[int]], None], hub_name: str
+        self, end: socket.socket, idle: Callable[[], None], begin_step: Callable[[list[int]], None], rank0_name: str
     ) -> None:
         self._end, self._idle, self._begin_step = end, idle, begin_step
-        self._hub_name = hub_name
+        self._rank0_name = rank0_name
         self._state = FREE
         self._changed = threading.Condition()
         self._reason = ""
@@ -141,7 +141,7 @@ class Participant:
         if self._closing:
             return
         with self._changed:
-            self._reason = data[1:].decode() or f"{self._hub_name} has gone"
+            self._reason = data[1:].decode() or f"{self._rank0_name} has gone"
             self._changed.notify_all()
         self._tell_loss(self._reason)
 

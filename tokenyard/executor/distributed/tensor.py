@@ -14,9 +14,8 @@ from typing import ClassVar
 import torch
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.distributed.partition import AgreePages
+from tokenyard.executor.distributed.partition import AgreePages, Range
 from tokenyard.executor.distributed.process_group import ProcessGroup
-from tokenyard.executor.distributed.step_message import Range
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.parallel import AllReduceComm, DpAttentionComm, DpTokenRange, TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig

@@ -109,7 +109,7 @@ class _Session:
 
     def __init__(self, node: WorkerNode, link: NodeConnection) -> None:
         self._node, self._link = node, link
-        self._members: ChildRanks | None = None
+        self._children: ChildRanks | None = None
         self._reason = ""
         self._heard_ns = 0
         self._closing = threading.Event()
@@ -135,18 +135,18 @@ class _Session:
         while True:
             message = self._link.receive()
             if isinstance(message, NodePlan):
-                assert self._members is not None
-                self._members.send(message.data)
+                assert self._children is not None
+                self._children.send(message.data)
             elif isinstance(message, NodeHeartbeat):
                 if not self._heard_ns:
                     logger.info("all ranks have loaded, %s among them", ", ".join(self._names()))
                 self._heard_ns = time.monotonic_ns()
             elif isinstance(message, AgreedNumPages):
-                assert self._members is not None
-                for member in self._members:
-                    member.wire.send(message)
+                assert self._children is not None
+                for child in self._children:
+                    child.wire.send(message)
             elif isinstance(message, NodeWelcome):
-                self._members = ChildRanks(self._node.setups(self._link, message.port), self._check)
+                self._children = ChildRanks(self._node.setups(self._link, message.port), self._check)
                 self._keeper.start()
             elif isinstance(message, Refused):
                 return NodeEnded(f"node 0 refuses this node: {message.why}", wrong_settings=True)
@@ -156,44 +156,44 @@ class _Session:
                 raise HandshakeError(f"node 0 says what does not belong there: {type(message).__name__}")
 
     def _names(self) -> list[str]:
-        return [member.name for member in self._members or ()]
+        return [child.name for child in self._children or ()]
 
     def _keep(self) -> None:
         """Tell node 0 what the ranks say while they start, and then whether they are well."""
-        assert self._members is not None
+        assert self._children is not None
         try:
             # Each says what it has loaded, and later that it is ready.
-            for member in [*self._members, *self._members]:
-                self._link.send(NodeRankReport(report := member.wait_report()))
+            for child in [*self._children, *self._children]:
+                self._link.send(NodeRankReport(report := child.wait_report()))
                 if report.failure:
                     return
-            self._watch(self._members)
+            self._watch(self._children)
         except (EngineDeadError, ConfigError) as error:
             self._lose(error.message)
         except OSError:
             # The main thread knows more.
             return
 
-    def _watch(self, members: ChildRanks) -> None:
+    def _watch(self, children: ChildRanks) -> None:
         watch = ProcessWatch()
         while not self._closing.wait(HEARTBEAT_INTERVAL_S):
-            reason = members.look(watch)
+            reason = children.check(watch)
             if watch.is_silent(self._heard_ns):
                 reason = reason or "nothing is heard of node 0"
             if reason:
                 self._lose(reason)
                 return
-            self._link.send(NodeStatus(members.describe()[1:]))
+            self._link.send(NodeStatus(children.describe()[1:]))
 
     def _lose(self, reason: str) -> None:
         """End this session from the thread that looks after the ranks."""
         if self._closing.is_set():
             return
         self._reason = reason
-        assert self._members is not None
-        self._members.kill()
+        assert self._children is not None
+        self._children.kill()
         self._link.leave(NodeEnded(reason))
-        self._link.break_off()
+        self._link.shut_down()
 
     def _check(self) -> None:
         if self._reason:
@@ -202,11 +202,11 @@ class _Session:
     def _close(self, end: NodeEnded) -> None:
         """End the ranks: at once, unless all is over as it should be."""
         self._closing.set()
-        if self._members is not None:
+        if self._children is not None:
             if end.reason:
-                self._members.kill()
+                self._children.kill()
             self._link.leave(end)
             if self._keeper.is_alive():
                 self._keeper.join(END_TIMEOUT_S)
-            self._members.close(0.0 if end.reason else END_TIMEOUT_S)
+            self._children.close(0.0 if end.reason else END_TIMEOUT_S)
         self._link.close()

@@ -131,7 +131,7 @@ class DpAttentionMlp:
 
 
 class DpAttentionComm:
-    """A Joint of ranks that attend to tokens of their own and share what follows (attention by data-parallel rank)."""
+    """Communication of DP attention: each rank attends for its own tokens, and all share the MLPs."""
 
     def __init__(self, group: ProcessGroup, places: DpTokenRange) -> None:
         self._group, self._places = group, places

@@ -5,7 +5,7 @@ pass, so that a quarter of the range is left after each: at most 16 passes over 
 (Park et al. 2026, Qrita, arXiv 2602.01518; before that FlashInfer's sampling, Xing et al. 2025,
 flashinfer.ai/2025/03/10/sampling.html, whose draws and pivots are one, and which so cannot repeat another's draw).
 Which tokens stay in, the order in which they are drawn and the numbers they are drawn with are those of
-sampling/draw.py and sampling/noise.py.
+sampling/top_k_top_p.py and sampling/noise.py.
 """
 
 # Triton reads the annotations of kernels itself; only compile-time constants have one.
