@@ -44,7 +44,7 @@ def test_tasks_and_reports_travel_as_lines():
     assert decode_task(line) == task
     report = ChildReport(info=load_executor(config).info)
     assert decode_report(encode_line(report)) == report
-    assert "without saying why" in decode_report(b"").failure
+    assert "without a report" in decode_report(b"").failure
     with pytest.raises(ConfigError, match="do not decode"):
         decode_task(b"{}")
 

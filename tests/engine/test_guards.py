@@ -145,7 +145,7 @@ def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth,
     assert len(port.finished()) == 9
     state = port.sent[-1].value
     assert state["policy"] == "priority+fcfs"
-    assert "my_policies:Slow took longer than 50 ms" in state["policy_note"]
+    assert "my_policies:Slow repeatedly took longer than 50 ms" in state["policy_note"]
     assert state["policy_note"] in caplog.messages
     tape = Tape(sink.data, "tape")
     (change,) = [record.body for record in tape.records() if isinstance(record.body, SetPolicy)]

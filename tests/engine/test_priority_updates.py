@@ -343,4 +343,4 @@ def test_one_that_never_comes_back_is_switched_off_at_once():
     bench = Bench(endless)
     bench.submit(request(1))
     assert bench.poll() == []
-    assert "broken off" in bench.priority_updates.describe()
+    assert "interrupted" in bench.priority_updates.describe()

@@ -1,1 +1,1 @@
-"""Stores of KV blocks below the device: on disk, in host memory, and shared by several engines."""
+"""The KV store: blocks on disk, in host memory, and shared by several engines."""

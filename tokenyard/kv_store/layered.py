@@ -25,12 +25,12 @@ class LayeredStore:
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are below, or above if those are more."""
+        """How many blocks the lower store has, or the upper one if it has more."""
         return max(self._upper.blocks, self._lower.blocks)
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes they take below."""
+        """How many bytes they take in the lower store."""
         return self._lower.stored_bytes
 
     def count_stored(self, digests: list[bytes]) -> int:
@@ -47,7 +47,7 @@ class LayeredStore:
         self._lower.touch(digests)
 
     def put(self, digest: bytes, block: Block) -> bool:
-        """Keep a block in both; False if the lower one had it. Raises what the lower one raises; then it is above."""
+        """Keep a block in both; False if the lower one had it. Raises what the lower one raises."""
         self._upper.put(digest, block)
         return self._lower.put(digest, block)
 

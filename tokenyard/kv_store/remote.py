@@ -1,8 +1,8 @@
 """A store of KV blocks that several engines share: Valkey or Redis, behind a breaker.
 
 A value is the checksum of a block and its bytes, under a key of what made the KV (`BlockFormat`) and the block's
-digest. The server decides what makes way (`maxmemory-policy allkeys-lru`). Nothing waits for a store that is away:
-after a few failures it is left alone for a while, and what it has is computed.
+digest. The server evicts (`maxmemory-policy allkeys-lru`). No request waits for an unavailable store:
+after a few failures it is not used for a while, and its KV is computed.
 """
 
 import struct
@@ -63,7 +63,7 @@ class StoreCircuitBreaker:
 class RemoteStore:
     """Blocks in Valkey or Redis. See `store.BlockStore`.
 
-    `count_stored`, `blocks` and `touch` go by what this process knows to be there, and ask nobody. `clear` deletes
+    `count_stored`, `blocks` and `touch` go by what this process knows to be there, without a request. `clear` deletes
     those.
     """
 
@@ -101,7 +101,7 @@ class RemoteStore:
             return next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests))
 
     def count_maybe_stored(self, digests: list[bytes]) -> int:
-        """All of them, as other engines may have put them there; none while it is away."""
+        """All of them, as other engines may have put them there; none while it is unavailable."""
         return 0 if self.unavailable else len(digests)
 
     def touch(self, digests: list[bytes]) -> None:
@@ -151,7 +151,7 @@ class RemoteStore:
             return False
         found = self._command(b"EXISTS", self._prefix + digest) == 1
         if not found:
-            # It has made way, and is stored again when it is offered the next time.
+            # The server evicted it; it is stored again with the next offer.
             self._forget(digest)
         return found
 
@@ -185,7 +185,7 @@ class RemoteStore:
                 connection.close()
             self._breaker.failed()
             if self.unavailable:
-                # Nobody knows what it has when it comes back.
+                # It may have lost blocks when it is available again.
                 with self._lock:
                     self._known.clear()
             raise

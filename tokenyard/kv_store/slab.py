@@ -42,7 +42,7 @@ class SlabStore:
     """Blocks in slab files of one folder, which one process uses at a time. See `store.BlockStore`.
 
     Each block takes `slot_bytes` of at most `max_bytes`; the disk is left `min_free_bytes`. At the limit, and on a
-    full disk, the blocks used longest ago make way.
+    full disk, the least recently used blocks are evicted.
     """
 
     def __init__(self, folder: str, form: BlockFormat, max_bytes: int, min_free_bytes: int = 0) -> None:
@@ -106,7 +106,7 @@ class SlabStore:
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Write a block (`padded` bytes); False if it was there already. Raises OSError, or StoreFullError where the
-        disk is full and no older block can make way; either keeps nothing.
+        disk is full and no older block can be evicted; either keeps nothing.
         """
         with self._writing:
             if digest in self._index:
@@ -121,7 +121,7 @@ class SlabStore:
                         self._free.append(slot)
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not fresh:
                         raise
-                    # What lies behind the end takes no room; from now on older blocks make way.
+                    # What lies behind the end takes no room; from now on older blocks are evicted.
                     self._drop_end(slot)
             with self._lock:
                 self._index[digest] = slot
@@ -147,7 +147,7 @@ class SlabStore:
         ):
             return True
         with self._lock:
-            # A block that made way meanwhile is not damaged.
+            # A block that was evicted meanwhile is not damaged.
             if self._index.get(digest) == slot:
                 del self._index[digest]
                 self._free.append(slot)
@@ -264,7 +264,7 @@ class SlabStore:
         self.counters.found = len(self._index)
 
     def _is_ours(self, number: int) -> bool:
-        """Look at the header of a slab; False, and the slab is begun anew, if there is none.
+        """Look at the header of a slab; False, and the slab is started again, if there is none.
 
         Raises ConfigError for a slab of another model or a newer version, and for what is no slab.
         """

@@ -61,7 +61,7 @@ class StoreCounters:
     """What a store did since it was opened, and what it found then.
 
     found: blocks that were there. damaged: blocks whose bytes were not what had been written; they are gone. evicted:
-    blocks that made way for others.
+    blocks that were evicted.
     """
 
     found: int = 0
@@ -76,7 +76,7 @@ class StoreCounters:
 class BlockStore(Protocol):
     """Keeps blocks by their digest (`base.blocks`). Methods may be called from any thread.
 
-    Least recently used blocks make way for new ones. `put` and `get` may take long, and raise OSError.
+    The least recently used blocks are evicted for new ones. `put` and `get` may take long, and raise OSError.
     """
 
     @property
@@ -119,7 +119,7 @@ class BlockStore(Protocol):
 
 
 class MemoryStore:
-    """A store of at most `max_blocks` in this process's memory, the host tier of a device; gone with the process."""
+    """A store of at most `max_blocks` in this process's memory: the host memory store of a GPU."""
 
     def __init__(self, max_blocks: int) -> None:
         self.counters = StoreCounters()

@@ -5,7 +5,7 @@ what the first token of the answer is (`Offer`), reads the KV into its own pages
 the time (`Done`). Only then the pages count. The prefill engine keeps its pages under a lease, which `Beat` renews. A
 lost message, a timeout, a dead, stopped or restarted engine: the decode engine computes the prompt itself.
 
-Only the owner of a page ever writes it, so that no late writer can spoil a page that has gone to somebody else. A read
+Only the owner of a page ever writes it, so a late write cannot damage a page that belongs to another request. A read
 that came too late is not undone but thrown away (a sequence lock; Lameter 2005).
 """
 

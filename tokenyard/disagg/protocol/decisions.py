@@ -5,7 +5,7 @@ from tokenyard.base import CostModel, StepWork
 MIN_OFFER_TIMEOUT_S = 5.0
 MAX_OFFER_TIMEOUT_S = 60.0
 OFFER_TIMEOUT_FACTOR = 4.0
-"""An offer may take so many times as long as is believed."""
+"""An offer may take this many times the predicted time."""
 
 MAX_PREFETCH_S = 60.0
 """Prefetch policy wait_complete waits no longer either."""
@@ -19,12 +19,12 @@ def should_prefill_remotely(role: str, uncached: int, min_tokens: int, here_s: f
 
 
 def offer_timeout_s(predicted_s: float) -> float:
-    """How many seconds an offer is waited for that is believed to take `predicted_s`."""
+    """How many seconds an offer is waited for that is predicted to take `predicted_s`."""
     return min(max(OFFER_TIMEOUT_FACTOR * predicted_s, MIN_OFFER_TIMEOUT_S), MAX_OFFER_TIMEOUT_S)
 
 
 def should_load_kv(cost: CostModel, cached: int, tokens: int, load_s: float) -> bool:
-    """Whether loading the KV of tokens `cached` .. `tokens`, which takes `load_s` seconds, is believed to be faster
+    """Whether loading the KV of tokens `cached` .. `tokens`, which takes `load_s` seconds, is predicted to be faster
     than computing it.
     """
     work = StepWork()
@@ -33,6 +33,6 @@ def should_load_kv(cost: CostModel, cached: int, tokens: int, load_s: float) -> 
 
 
 def prefetch_timeout_s(policy: str, timeout_s: float, timeout_per_1k_tokens_s: float, tokens: int) -> float:
-    """How many seconds KV of `tokens` is waited for that comes from a tier below, by prefetch policy."""
+    """How many seconds KV of `tokens` is waited for from the KV store, by prefetch policy."""
     max_s = timeout_s + timeout_per_1k_tokens_s * tokens / 1000
     return max(max_s, MAX_PREFETCH_S) if policy == "wait_complete" else max_s

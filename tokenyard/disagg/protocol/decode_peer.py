@@ -28,10 +28,13 @@ MAX_BACK_OFF_NS = 30_000_000_000
 
 @dataclass(slots=True)
 class Peer:
-    """A prefill engine. number: of its connection, None while there is none.
+    """A prefill engine.
 
-    failures: how many asks in a row failed by its fault; nothing is asked of it before `backoff_until_ns`. load_s: how
-    many seconds of prompts wait there, as far as known. stretch: see `Beat`. beaten: the keys of the last `Beat` to it.
+    number: of its connection, None while there is none.
+    failures: requests in a row that failed by its fault; it gets none before `backoff_until_ns`.
+    load_s: seconds of prompts that wait there, by its last `Beat`.
+    slowdown: see `Beat`.
+    beat_keys: the keys of the last `Beat` to it.
     """
 
     name: str
@@ -129,7 +132,7 @@ class DecodePeer:
             self._fail(job, "unreachable", now)
 
     def healthy_peers(self, now: int) -> list[Peer]:
-        """The prefill engines that may be asked, those with the least work first: connected and not at rest."""
+        """The prefill engines that may be asked, those with the least work first: connected and not in backoff."""
         found = [peer for peer in self._peers.values() if peer.number is not None and now >= peer.backoff_until_ns]
         return sorted(found, key=lambda peer: (peer.load_s, peer.open_keys, peer.name))
 
@@ -325,7 +328,7 @@ class DecodePeer:
     def _forget(self, job: RemotePrefill) -> None:
         job.peer.open_keys -= 1
         if not job.peer.open_keys:
-            # It says nothing while nothing is open, so what it said last would stand for ever.
+            # It says nothing while nothing is open, so what it said last would never change.
             job.peer.load_s, job.peer.slowdown = 0.0, 1.0
         del self._prefills[job.want.key]
         del self._by_number[job.numbers[0]]

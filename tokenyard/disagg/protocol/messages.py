@@ -65,9 +65,11 @@ class Drop(msgspec.Struct, tag=True, array_like=True):
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True):
-    """From the decode side: I live, and these keys are open; it renews their leases. From the prefill side: these of
-    them I know; `load_s` is how many seconds of prompts wait there, and `slowdown` how many seconds a second of prefill
-    takes there, beside what decodes.
+    """A heartbeat. From the decode side: its open keys, whose leases it renews. From the prefill side: those of these
+    keys that it knows.
+
+    load_s: seconds of prompts that wait at the prefill side.
+    slowdown: seconds that one second of prefill takes there, next to decode rows.
     """
 
     keys: list[str]
@@ -87,11 +89,13 @@ Message = Want | Offer | Done | Drop | Beat | Gone
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long things may take, in ns.
+    """Timeouts of the protocol, in ns.
 
-    lease: how long pages stay without a heartbeat of their reader. beat: time between two such signs. silence: an
-    engine of which nothing was heard for so long while something is open is taken for dead. admission: how long an
-    offer may wait until the decode engine has pages for it. max_open: keys that a prefill engine keeps at once.
+    lease_ns: how long pages are kept without a heartbeat of their reader.
+    beat_ns: time between heartbeats.
+    silence_ns: an engine that is silent for this long while a key is open counts as dead.
+    admission_ns: how long an offer may wait until the decode engine has pages for it.
+    max_open: keys that a prefill engine keeps at a time.
     """
 
     lease_ns: int = 30 * NS_PER_S

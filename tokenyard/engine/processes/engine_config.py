@@ -1,4 +1,4 @@
-"""What the engine's processes must know, as plain data that travels to them as JSON."""
+"""Settings of the engine's processes, as plain data that is sent to them as JSON."""
 
 import os
 import sys
@@ -18,12 +18,16 @@ def usable_cores() -> int:
 
 @dataclass(slots=True)
 class DisaggConfig:
-    """KV between engines.
+    """PD disaggregation.
 
-    role: "prefill" computes prompts for others, "decode" has prompts computed by the engines at `prefill_engines` (HTTP
-    addresses), "both" does either, as the cost model says; "null": neither. backend: how KV moves: "tcp", "process_vm"
-    (within a machine), or "auto" for the faster one that works. host, port: where others are listened to; rank r has
-    the port + r, and 0 is any free one. secret: only engines with the same one talk to each other.
+    role: "prefill" computes prompts for other engines, "decode" has prompts computed by `prefill_engines`, "both" does
+        either, as the cost model predicts, and "null" neither.
+    prefill_engines: HTTP addresses of prefill engines.
+    backend: KV transport: "tcp", "process_vm" (within a machine), or "auto" for the faster one that works.
+    host, port: address to listen on; rank r uses port + r, and 0 picks a free one.
+    secret: shared by engines that may exchange KV.
+    lease_s: seconds that a prefill engine keeps KV without a heartbeat.
+    beat_s: seconds between heartbeats.
     """
 
     role: str = "null"
@@ -38,14 +42,19 @@ class DisaggConfig:
 
 @dataclass(slots=True)
 class KvStoreConfig:
-    """KV below the device.
+    """The KV store (HiCache).
 
-    enabled: whether there is any. backend: the lowest tier: "disk", "valkey" (at `url`), or "none" below host memory.
-    host_ratio, host_gb: the tier in host memory for a device, as a multiple of its pool (None: 2), or in 10^9 bytes (0:
-    by ratio). folder: where slabs are; rank r > 0 has a folder `rank-r` in it. max_gb: most bytes of them,
-    min_free_gb: what the disk is left, in 10^9 bytes each. write_mb_s: 10^6 bytes per second that are written at most,
-    0 for any. prefetch_policy: how long a request waits for KV from there ("best_effort": not at all, "wait_complete",
-    "timeout": timeout_s and timeout_per_1k_tokens_s).
+    enabled: whether there is one.
+    backend: store behind host memory: "disk", "valkey" (at `url`), or "none".
+    url: address of the Valkey or Redis.
+    host_ratio: size of the host memory store of a GPU, as a multiple of its KV pool; None for 2.
+    host_gb: the same in 10^9 bytes; 0 for `host_ratio`.
+    folder: folder of the slabs; rank r > 0 uses `rank-r` in it.
+    max_gb: limit of the slabs, in 10^9 bytes.
+    min_free_gb: space that the disk keeps free, in 10^9 bytes.
+    write_mb_s: write limit in 10^6 bytes per second, 0 for none.
+    prefetch_policy: how long a request waits for stored KV: "best_effort" (not at all), "wait_complete", or "timeout".
+    timeout_s, timeout_per_1k_tokens_s: the timeout, in seconds.
     """
 
     enabled: bool = False
@@ -87,8 +96,8 @@ class NodesConfig:
 class EngineConfig:
     """Settings of one engine.
 
-    ranks: schedulers with a model of their own side by side, among which requests are shared out; load_balance_method:
-    how (`routing.balance`). Limits are those of all ranks together, see `for_rank`.
+    ranks: data-parallel schedulers, each with a model; load_balance_method:
+    how requests are distributed (`routing.balance`). Limits are those of all ranks together, see `for_rank`.
     tp_size, pp_size: processes among which the model of each rank is divided, each layer or in stages of layers;
     pp_async_batch_depth: plans in flight beyond one for each stage.
     nodes: the machines that the processes of a divided model are on.
@@ -97,12 +106,12 @@ class EngineConfig:
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
     chat_template: a template file used instead of the model's own, "" for that.
-    cost_profile: what policies believe of step times at first, as "device/model" or a file; "" leaves it to the device.
+    cost_profile: prior cost model, as "device/model" or a file; "" for the default of the device.
     kv_events_endpoint: where events of the prefix cache are published, if `scheduler.enable_kv_events`, with
     kv_events_topic in front; kv_events_replay_endpoint: where they can be asked for again, "" for nowhere.
     record: file for a tape (tape/codec.py), "" for none; record_plain: with ids and names as they are.
     priority_function: "module:name" of a function that adds levels of urgency, "" for none.
-    transfer: KV between engines, for prefill and decode apart. tiers: KV below the device.
+    disagg: PD disaggregation. kv_store: the KV store.
     adapters: folders of LoRA adapters that are loaded at the start, by name; max_loaded_loras: most that may be loaded.
     watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
     """
@@ -205,8 +214,8 @@ class ChildTask(msgspec.Struct):
 class ChildReport(msgspec.Struct):
     """What a child process answers, as lines of JSON: that it is ready, or why it cannot be or go on.
 
-    wrong_settings: whether the failure is one of settings or files, which its text names. culprit: what code of the
-    user's own it is that does not come back, "" for none.
+    wrong_settings: whether the failure is one of settings or files, which its text names. culprit: the user code that
+    does not return, "" for none.
     """
 
     failure: str = ""
@@ -233,4 +242,4 @@ def decode_report(line: bytes) -> ChildReport:
     try:
         return msgspec.json.decode(line, type=ChildReport)
     except msgspec.MsgspecError:
-        return ChildReport(failure="it ended without saying why; its log may tell")
+        return ChildReport(failure="it ended without a report; see its log")

@@ -27,11 +27,11 @@ Verb = Literal[
     "adapter_read",
     "outputs",
 ]
-"""What a scheduler process can be asked to do, apart from taking in events; `processes/driver.py` has the functions."""
+"""Calls to a scheduler process. `driver.py` implements them, and `attachments/lora.py` those on adapters."""
 
 
 NO_REPLY = 0
-"""The id of a call whose reply nobody waits for."""
+"""The id of a call that expects no reply."""
 
 
 class RpcRequest(msgspec.Struct):
@@ -51,11 +51,11 @@ class RpcReply(msgspec.Struct):
 
 
 class Heartbeat(msgspec.Struct):
-    """Sign of life of a scheduler process, sent about every half second by a thread of its own, or of the detokenizer,
-    of which only `sent_ns` says something.
+    """Liveness of a process, sent about every half second. In a scheduler process a separate thread sends it. In one of
+    the detokenizer only `sent_ns` has a meaning.
 
     `doing` is "idle" (waiting for messages), "step" (waiting for the device), "policy" or "priority function" (running
-    the user's own) or "host" (everything else); `doing_ns` says for how long, so that a loop that hangs on the host
+    user code) or "host" (everything else); `doing_ns` says for how long, so that a loop that hangs on the host
     shows as a growing "host". `counters` are the scheduler's, as they were a moment ago.
     """
 
@@ -67,7 +67,7 @@ class Heartbeat(msgspec.Struct):
 
 
 class TextBatch(msgspec.Struct, array_like=True):
-    """What one step says to the API process, in columns with one entry per answer that has news.
+    """The output of one step for the API process, in columns with one entry per answer with new output.
 
     numbers: int64[n]; texts: n pieces; token_counts: int32[n], how many of `tokens` (int32[sum]) are each one's;
     completion_tokens, cached_tokens: int32[n] totals so far. `finished` may name answers without an entry.
@@ -89,17 +89,17 @@ class TextBatch(msgspec.Struct, array_like=True):
 
 
 class Fence(msgspec.Struct):
-    """The scheduler `source` has ended: drop what still comes from it, and say in `Fenced` how far `numbers` are."""
+    """The scheduler `source` has ended: drop its further messages and report in `Fenced` how far `numbers` are."""
 
     source: int
     numbers: list[int]
 
 
 class Fenced(msgspec.Struct):
-    """No more news of the scheduler `source` will come.
+    """No more output of the scheduler `source` follows.
 
     numbers: int64[n], those answers of the `Fence` that have begun; token_counts: int32[n], how many of `tokens`
-    (int32[sum]) are each one's: all output tokens that the text side has taken in.
+    (int32[sum]) are each one's: all output tokens that the text side has received.
     """
 
     source: int

@@ -27,13 +27,13 @@ RENDEZVOUS_NAME = "ranks"
 STOP_MESSAGE = b"stop\n"
 MAX_REPORT_BYTES = 1 << 20
 RESTART_PAUSES_S = (0.0, 1.0, 5.0, 20.0, 60.0)
-"""How long to wait before each try to start a scheduler again; after the last one it is given up."""
+"""Delay before each restart of a scheduler; after the last one the rank is abandoned."""
 
 DETOKENIZER_START_S = 60.0
 """How long a detokenizer may take to start again. A scheduler may take any time, as models are of any size."""
 
 STABLE_S = 300.0
-"""A scheduler that has run for so long has all tries again."""
+"""A scheduler that ran for this long gets all restarts again."""
 
 CHILD_MODULES = {
     "scheduler": "tokenyard.engine.scheduler_process.process",
@@ -42,14 +42,14 @@ CHILD_MODULES = {
 
 
 class Listener(Protocol):
-    """Hears what becomes of the processes."""
+    """Is notified when processes start and end."""
 
     def rank_ready(self, rank: int, source: int) -> None:
         """The scheduler of a rank runs again, as process number `source`."""
 
     def rank_lost(self, source: int, reason: str, *, suspect_user_code: bool) -> None:
-        """A scheduler process has ended; it is started again if that is possible, without code of the user's own if
-        that is to be distrusted.
+        """A scheduler process has ended; it is started again if that is possible, without user code if
+        `suspect_user_code`.
         """
 
     def rank_abandoned(self, rank: int) -> None:
@@ -115,10 +115,10 @@ class Child:
 class Supervisor:
     """The scheduler processes, one per rank, and the detokenizer process of one engine.
 
-    Each child's standard input stays open; a word on it asks the child to end, and its end tells that we are gone. A
-    scheduler that ends unasked is started again a few times. Code of the user's own is left out then if it did not come
-    back, or if it is the second end in a short time: fcfs stands in for a policy. A detokenizer that ends is started
-    again together with all schedulers. The engine dies when all ranks, or the detokenizer, have used up their tries.
+    Each child's standard input stays open: a message on it asks the child to end, and end of file means that the parent
+    is gone. A scheduler that ends unexpectedly is restarted a few times, without user code if that did not return, or if
+    it is the second end in a short time (fcfs replaces a user-defined policy). A detokenizer that ends is restarted
+    together with all schedulers. The engine dies when all ranks, or the detokenizer, have used up their restarts.
     """
 
     def __init__(self, config: EngineConfig, sockets: SocketDirectory) -> None:
@@ -156,7 +156,7 @@ class Supervisor:
         return info
 
     def watch(self, listener: Listener) -> None:
-        """From now on, tell `listener` what becomes of the children, first of the schedulers that run."""
+        """From now on, tell `listener` when children start and end, first which schedulers run."""
         self._listener = listener
         for child in self._children.values():
             is_scheduler = child.name == "scheduler"
@@ -188,7 +188,7 @@ class Supervisor:
         self._children = {}
 
     def kill_silent(self, source: int, reason: str) -> None:
-        """End a child process of which nothing is heard; it leaves the stacks of its threads in the log, if it can."""
+        """End a child process that sends no heartbeats; it logs the stacks of its threads, if it can."""
         child = self._children.get(source)
         if child is not None:
             child.silent = reason
@@ -197,7 +197,7 @@ class Supervisor:
                 child.process.send_signal(signal.SIGCONT)
 
     def kill_silent_detokenizer(self, reason: str) -> None:
-        """End a detokenizer of which nothing is heard, in the same way."""
+        """End a detokenizer that sends no heartbeats, in the same way."""
         for child in self._children.values():
             if child.name == "detokenizer":
                 self.kill_silent(child.source, reason)
@@ -275,7 +275,7 @@ class Supervisor:
             suspect_user_code = bool(child.culprit) or (ends > 1 and not child.restarted_with_detokenizer)
             self._listener.rank_lost(child.source, reason, suspect_user_code=suspect_user_code)
             if suspect_user_code and has_user_code(config):
-                note = f"no policy or function of the user's own, as that may be why {reason}"
+                note = f"without user-defined policy and priority function, as they may be why {reason}"
                 config = without_user_code(config)
             if child.restarted_with_detokenizer:
                 await self._detokenizer_up.wait()
@@ -317,7 +317,7 @@ class Supervisor:
             self._die(reason)
         else:
             left = self._config.ranks - self._abandoned_ranks
-            logger.critical("%s; rank %d is given up, %d of %d are left", reason, rank, left, self._config.ranks)
+            logger.critical("%s; rank %d is abandoned, %d of %d are left", reason, rank, left, self._config.ranks)
             assert self._listener is not None
             self._listener.rank_abandoned(rank)
 
@@ -329,12 +329,12 @@ class Supervisor:
 
 
 def has_user_code(config: EngineConfig) -> bool:
-    """Whether the policy or the priority function is the user's own."""
+    """Whether the policy or the priority function is user-defined."""
     return ":" in config.scheduler.schedule_policy or bool(config.priority_function)
 
 
 def without_user_code(config: EngineConfig) -> EngineConfig:
-    """The same settings without a priority function, and with fcfs instead of a policy of the user's own."""
+    """The same settings without a priority function, and with fcfs instead of a user-defined policy."""
     scheduler = config.scheduler
     if ":" in scheduler.schedule_policy:
         scheduler = replace(scheduler, schedule_policy="fcfs", policy_options={})

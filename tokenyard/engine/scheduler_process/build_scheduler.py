@@ -1,4 +1,4 @@
-"""Builds an engine's scheduler, and keeps a tape of it if asked for."""
+"""Builds an engine's scheduler, with a tape recorder if `--record` is set."""
 
 import contextlib
 import logging
@@ -27,14 +27,14 @@ OLD_SUFFIX = ".old"
 
 
 class TapeFile:
-    """A file for a tape that only this user may read. An error on the way ends the recording, never the serving."""
+    """A file for a tape that only this user may read. A write error ends the recording; serving continues."""
 
     def __init__(self, path: Path) -> None:
-        """Open a new file; one of that name is kept with `.old` behind it. Raises ConfigError if it cannot."""
+        """Open a new file; an existing one is renamed to `.old`. Raises ConfigError if it cannot."""
         self._path = path
         try:
             if path.is_fifo():
-                # Opening it would wait for a reader, and writing to a full one for ever.
+                # Opening it would wait for a reader, and writing to a full one would block.
                 raise ConfigError(f"--record {path}: this is a pipe; give a file")
             if path.is_file():
                 path.replace(path.with_name(path.name + OLD_SUFFIX))
@@ -71,7 +71,7 @@ class TapeFile:
         self._usable = False
         with contextlib.suppress(OSError):  # it tries once more to write what is left
             self._file.close()
-        logger.error("the tape %s ends here: %s; serving goes on without it", self._path, error.strerror)
+        logger.error("the tape %s ends here: %s; serving continues without it", self._path, error.strerror)
 
 
 def open_tape(config: EngineConfig, rank: int = 0) -> TapeFile | None:
@@ -85,7 +85,7 @@ def open_tape(config: EngineConfig, rank: int = 0) -> TapeFile | None:
 def build_scheduler(
     config: EngineConfig, info: ExecutorInfo, tape: TapeFile | None, prior: LinearCost | None = None
 ) -> Core:
-    """The scheduler for a loaded model, recorded if there is a `tape`. prior: what it believes of step times at first.
+    """The scheduler for a loaded model, recorded if there is a `tape`. prior: cost model of the first steps.
 
     Raises ConfigError for an unknown policy.
     """
@@ -97,9 +97,9 @@ def build_scheduler(
 
 
 def measure_prior(config: EngineConfig, executor: Executor) -> LinearCost | None:
-    """What a loaded model's steps take, measured where something asks for it and no profile says it; else None.
+    """Measure the step times of a loaded model if a feature needs them; else None.
 
-    A policy may ask for it, engines that share KV do, and drafts: how many are verified is judged by it.
+    Policies that use costs, PD disaggregation and speculation (how many drafts to verify) need them.
     """
     settings = config.scheduler_settings(executor.info)
     drafts = bool(config.executor_options.get("draft_tokens") or config.executor_options.get("drafts"))
@@ -120,7 +120,7 @@ def measure_prior(config: EngineConfig, executor: Executor) -> LinearCost | None
 
 
 def load_prior(profile: str) -> LinearCost | None:
-    """What policies believe of step times at first; None for no profile. Raises ConfigError for an unknown one."""
+    """The prior cost model of a profile; None for no profile. Raises ConfigError for an unknown one."""
     if not profile:
         return None
     return find_profile(profile).cost()

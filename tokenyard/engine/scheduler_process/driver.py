@@ -1,4 +1,4 @@
-"""The steps of the event loop: between the scheduler, which only thinks, and the executor and sockets, which do."""
+"""The steps of the event loop. They connect the scheduler, which does no IO, to the executor and the message port."""
 
 import logging
 import time
@@ -53,38 +53,38 @@ MAX_WAIT_NS = 60 * NS_PER_S
 MAX_STEP_FAILURES = 2
 NAN_MESSAGE = "the model's logits are NaN; its weights may be damaged, or its numbers too large for --dtype"
 FIRST_RETRY_NS, MAX_RETRY_NS = NS_PER_S // 10, NS_PER_S
-"""Where there is work and nothing can be planned, it is tried again after the first time, then after twice as long."""
+"""Delays between tries while there is work but no step can be planned; each delay is twice the previous one."""
 
 HELD_REASONS = {
     "paused": "paused",
     "adapter": "until an adapter has been read",
     "grammar": "until a grammar is compiled",
-    "kv": "until it is known whether KV can be loaded",
-    "load": "until a load of KV that they gave up has ended",
+    "kv": "until the KV store or the prefill engine answers",
+    "load": "until an abandoned KV load has ended",
     "group": "until another answer to the same prompt has begun",
 }
-"""What requests wait for, by the cause that `Scheduler.held_back` names."""
+"""Log texts for what requests wait for, by cause of `Scheduler.held_back`."""
 
 
 class Port(Protocol):
-    """Where messages come from and go to."""
+    """The channel for messages to and from the scheduler."""
 
     def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
-        """Return what has come, waiting up to `timeout_ns` for a first message; None means stop."""
+        """Return received messages, waiting up to `timeout_ns` for a first one; None means stop."""
 
     def send(self, message: FromScheduler) -> None:
         """Send one message on, without waiting."""
 
 
 class DeviceBrokenError(TokenyardError):
-    """The executor fails again and again; the process should end and say why."""
+    """The executor fails repeatedly; the process must end and report why."""
 
     code = "device_broken"
 
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A plan that was launched; `lost` once its result is of no use any more."""
+    """A launched plan; `lost` once its result no longer counts."""
 
     plan: StepPlan
     ticket: Any = None
@@ -92,12 +92,12 @@ class LaunchedStep:
 
 
 class Driver:
-    """One scheduler, one executor and a port, with the verbs that an event loop is made of.
+    """One scheduler, one executor and a port, with the steps of an event loop as methods.
 
     After a step that fails all requests return to the queue and are computed again. If a step fails again right away,
     the requests in it end with an error. Three failures in a row, or one that the device cannot recover from, raise
-    DeviceBrokenError, and leave the requests to whatever comes in place of this process. A policy
-    of the user's own that stalls is replaced by fcfs.
+    DeviceBrokenError; the process that replaces this one continues the requests. A user-defined policy that stalls is
+    replaced by fcfs.
     """
 
     def __init__(
@@ -159,14 +159,14 @@ class Driver:
         self._check_policy()
 
     def receive(self, *, wait: bool) -> bool:
-        """Take in all messages; with `wait`, block until one comes or the scheduler has a timeout. False: stop."""
+        """Handle all messages; with `wait`, block until one arrives or a timeout is due. False means stop."""
         timeout_ns = 0
         if wait:
             timeout_ns = self._wait_ns()
             self._check_idle()
         self._refresh_counters()
         if self._counters_stale and not self._scheduler.has_work:
-            # Else those who look at an idle engine would see it at work for as long as nothing comes.
+            # Otherwise an idle engine would report its last busy counters until the next message.
             timeout_ns = min(timeout_ns, COUNTERS_INTERVAL_NS)
         self._state.enter("idle" if timeout_ns else "host")
         messages = self._port.receive(timeout_ns)
@@ -175,7 +175,7 @@ class Driver:
             self._handle(message)
         self._counters_stale = self._counters_stale or bool(messages)
         if wait:
-            # Nothing ran, so what came first is judged before it is lined up.
+            # The device is idle, so the priority function sees new requests before they are planned.
             self.while_device_runs()
         return messages is not None
 
@@ -193,8 +193,8 @@ class Driver:
         return plan
 
     def while_device_runs(self) -> None:
-        """While the device works: let the priority function, if there is one, look at a few waiting requests, and take
-        in what looking ahead has found.
+        """Evaluate the priority function for a few waiting requests and apply the result of the lookahead, while the
+        device runs.
         """
         now = time.monotonic_ns()
         if self._priority_updates is not None:
@@ -222,7 +222,7 @@ class Driver:
         return step
 
     def sample(self, step: LaunchedStep) -> None:
-        """Choose the tokens of a step whose sampling was delayed; nothing to do for others."""
+        """Sample the tokens of a step whose sampling was delayed; other steps are unchanged."""
         if not step.plan.delay_sampling or step.lost:
             return
         self._state.enter("step")
@@ -233,7 +233,7 @@ class Driver:
         self._state.enter("host")
 
     def process(self, step: LaunchedStep) -> None:
-        """Wait for a launched step and let the scheduler take in its result."""
+        """Wait for a launched step and commit its result."""
         self._counters_stale = True
         result = None if step.lost else self.collect(step)
         if result is not None:
@@ -267,13 +267,13 @@ class Driver:
             self._scheduler.apply(Cancel([number], message, cause), time.monotonic_ns())
 
     def commit(self, result: StepResult) -> None:
-        """Let the scheduler take in the result of a step."""
+        """Commit the result of a step."""
         with self._guard.watch():
             self._scheduler.commit(result, time.monotonic_ns())
         self._log.committed(result)
 
     def send(self) -> None:
-        """Tell everything that happened since the last time."""
+        """Send the output since the last call."""
         if self._adapters is not None:
             self._adapters.poll()
         batch = self._scheduler.drain()
@@ -296,7 +296,7 @@ class Driver:
             self._kv_events.publish(self._scheduler.kv_records())
 
     def _exchange_tenant_usage(self) -> None:
-        """Tell the other ranks what tenants have used here: ten times a second, and before this one falls idle."""
+        """Send tenant usage to the other ranks ten times a second, and before this rank becomes idle."""
         now = time.monotonic_ns()
         if now - self._usage_sent_ns >= TENANT_USE_INTERVAL_NS or not self._scheduler.has_work:
             self._usage_sent_ns = now
@@ -316,7 +316,7 @@ class Driver:
         return min(wait_ns, retry_ns)
 
     def _log_stall(self) -> None:
-        """Log that there is work and none of it can be done, and why, unless that is what was asked for."""
+        """Log why no step can be planned although requests wait, unless the engine is paused or loads KV."""
         state = self._snapshot()
         if state.paused or state.loading or self._kv.busy:
             return
@@ -334,9 +334,9 @@ class Driver:
         )
 
     def _check_idle(self) -> None:
-        """Let the scheduler check its books when nothing is left to do."""
+        """Have the scheduler check its KV accounting while it has no work."""
         if not self._scheduler.has_work and (mismatch := self._scheduler.idle()) is not None:
-            logger.error("the KV pool was set right: %s", mismatch)
+            logger.error("KV accounting was wrong; the pool was reset: %s", mismatch)
 
     def _handle(self, message: ToScheduler) -> None:
         now = time.monotonic_ns()
@@ -350,7 +350,7 @@ class Driver:
             self._apply(message, now)
 
     def _answer(self, call: RpcRequest, now: int) -> RpcReply:
-        """Do what a call asks for. One that fails costs its caller an answer, and nothing else."""
+        """Run a call and return its reply. An exception becomes a refusal."""
         try:
             return RpcReply(call.call_id, self._verbs[call.verb](now, **call.arguments))
         except ConfigError as error:
@@ -360,11 +360,11 @@ class Driver:
             return RpcReply(call.call_id, refusal=f"{call.verb} failed: {error}")
 
     def _explain(self, now: int, number: int) -> Any:
-        """Where the time of a request went, as plain data; None for one that is not known any more."""
+        """Where the time of a request went, as plain data; None for an unknown request."""
         return msgspec.to_builtins(self._scheduler.explain(number, now))
 
     def _choose_policy(self, now: int, name: str, options: dict[str, float | int | str | bool]) -> None:
-        """Order the queue by another policy. Raises ConfigError if that cannot be."""
+        """Order the queue by another policy. Raises ConfigError for an unknown policy or option."""
         refusal = self._set_policy(SetPolicy(name, options), now)
         if refusal:
             raise ConfigError(refusal)
@@ -387,19 +387,19 @@ class Driver:
         return None if profile is None else profile.stop()
 
     def _watch(self, now: int, prefixes: bool, bins: int) -> dict[str, Any]:
-        """What a live page shows of this moment. The first call begins to note steps, which ends when none follows."""
+        """The state for a live page. The first call starts the step history."""
         if self._steps is None:
             self._steps = StepHistory()
         view = self._scheduler.live_view(now, prefixes=prefixes)
         return asdict(view) | {"bins": self._steps.latest(bins, now), "counters": self._state.counters}
 
     def _snapshot(self) -> Snapshot:
-        """The state of the scheduler; its policy is asked for what it measures."""
+        """The state of the scheduler, with the gauges of its policy; hence the guard."""
         with self._guard.watch():
             return self._scheduler.snapshot(time.monotonic_ns())
 
     def _counters(self, now: int) -> dict[str, Any]:
-        """The scheduler's snapshot, and what the guards out here have to say."""
+        """The scheduler's snapshot, with the state of guards and attachments."""
         counters = asdict(self._snapshot())
         given_up = counters["policy_failure"] and f"using fcfs: {counters['policy_failure']}"
         counters["policy_note"] = self._policy_note or counters["policy_note"] or given_up
@@ -422,7 +422,7 @@ class Driver:
         try:
             self._scheduler.apply(event, now)
         except Exception as error:
-            logger.warning("the policy stays as it is: %s", error, exc_info=not isinstance(error, ConfigError))
+            logger.warning("the policy was not changed: %s", error, exc_info=not isinstance(error, ConfigError))
             return str(error)
         self._policy_note = self._policy_failure = ""
         self._check_policy()
@@ -430,7 +430,7 @@ class Driver:
         return ""
 
     def _check_policy(self) -> None:
-        """Watch over the policy if it is the user's own, and log a note on it."""
+        """Guard the policy if it is user-defined, and log its note."""
         state = self._snapshot()
         self._guard.begin(state.policy)
         self._scheduler.time_policy(self._guard.asked, self._guard.answered)
@@ -441,11 +441,11 @@ class Driver:
         stalled = self._snapshot().policy
         self._set_policy(SetPolicy("fcfs"), time.monotonic_ns())
         limit_ms = STALL_NS * 1000 // NS_PER_S
-        self._policy_note = f"{stalled} took longer than {limit_ms} ms for a step again and again: using fcfs"
+        self._policy_note = f"{stalled} repeatedly took longer than {limit_ms} ms for a step: using fcfs"
         logger.error("%s", self._policy_note)
 
     def _apply(self, event: Event, now: int) -> None:
-        """Hand an event on; one that the scheduler refuses costs its own request only."""
+        """Apply an event; if the scheduler refuses it, its request ends with an error."""
         if isinstance(event, Submit):
             event.request = self._kv.submitted(event.request)
         if self._priority_updates is not None and isinstance(event, Submit):
@@ -461,25 +461,25 @@ class Driver:
                 self._grammars.submit(event.request)
         except Exception as error:
             refused = isinstance(error, TokenyardError)
-            logger.warning("%s was not taken: %s", type(event).__name__, error, exc_info=not refused)
+            logger.warning("%s was refused: %s", type(event).__name__, error, exc_info=not refused)
             if isinstance(event, Submit):
                 request, cause = event.request, _cause_of(error)
                 numbers = range(request.number, request.number + request.sampling.n)
                 self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
 
     def _resolve_adapter(self, request: Request) -> Request:
-        """A request as the scheduler shall see it. Raises InvalidRequestError if its adapter is not loaded here, as
-        where another engine wants a prompt computed.
+        """The request with its adapter resolved. Raises InvalidRequestError for an adapter that is not loaded; a
+        request of a decode engine may name one.
         """
         if self._adapters is None:
             raise InvalidRequestError("adapters are off here (see --enable-lora)", param="lora_path")
         return self._adapters.submitted(request)
 
     def _fail(self, error: Exception, plan: StepPlan) -> None:
-        """Send all requests back to the queue because a step failed. The second time in a row end those in the step, as
-        one of them may be the reason. Plans in flight commit empty, so that their pages come back.
+        """Retract all requests because a step failed. The second failure in a row ends the requests of the step, as one
+        of them may be the cause. Plans in flight commit an empty result, which frees their pages.
 
-        Raises DeviceBrokenError, and ends none, if the device is of no use any more.
+        Raises DeviceBrokenError, without ending a request, if the device cannot recover.
         """
         logger.error("step %d failed: %s: %s", plan.step, type(error).__name__, error, exc_info=error)
         self._failures += 1
@@ -507,18 +507,18 @@ class Driver:
             self._incidents.log_due(now)
             if counters["policy_failure"] != self._policy_failure:
                 self._policy_failure = counters["policy_failure"]
-                logger.error("fcfs decides from now on: %s", self._policy_failure)
+                logger.error("the policy failed and is replaced by fcfs: %s", self._policy_failure)
             if self._steps is not None and self._steps.expired(now):
                 self._steps = None
 
 
 def _cause_of(error: Exception) -> AbortCause:
-    """Why a request was not taken: whether it was wrong itself."""
+    """The abort cause of a refused request: whether the request is invalid."""
     return "invalid" if isinstance(error, InvalidRequestError | ConfigError) else "failed"
 
 
 def empty_result(plan: StepPlan) -> StepResult:
-    """Return the result of a step that was lost: no token for any row."""
+    """Return the result of a lost step: no token for any row."""
     tokens = plan.pool_rows.copy()
     tokens[:] = -1
     return StepResult(plan.step, tokens, 0.0)

@@ -1,4 +1,4 @@
-"""The two loops of the scheduler process. What the steps do stands in `driver.py`."""
+"""The two loops of the scheduler process. `driver.py` implements the steps."""
 
 from collections import deque
 
@@ -6,7 +6,7 @@ from tokenyard.engine.scheduler_process.driver import Driver, LaunchedStep
 
 
 def event_loop_normal(driver: Driver) -> None:
-    """Run one step after the other until told to stop."""
+    """Run one step after the other until the port says stop."""
     idle = False
     while driver.receive(wait=idle):
         plan = driver.plan()

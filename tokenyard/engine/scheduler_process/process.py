@@ -46,7 +46,7 @@ class SocketPort:
         self._source = source
 
     def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
-        """Return what has come, waiting up to `timeout_ns` for a first message; None means stop."""
+        """Return received messages, waiting up to `timeout_ns` for a first one; None means stop."""
         frames = self._inbox.wait(-(-timeout_ns // NS_PER_MS))
         if frames is None:
             return None
@@ -77,12 +77,12 @@ class LockedSender:
 
 
 def run_scheduler(task: ChildTask, report: ReportReady) -> None:
-    """Load the model, say that all is ready, and run the event loop until told to stop."""
+    """Load the model, report that it is ready, and run the event loop until the parent says stop."""
     config = task.config
     if config.ranks > 1:
         setproctitle.setproctitle(f"tokenyard: scheduler {task.rank}")
     if not config.skip_tokenizer_init:
-        # The device must come free even if a step hangs; the detokenizer is left to remove the sockets.
+        # The device must be freed even if a step hangs; the detokenizer removes the sockets.
         die_with_parent()
         end_with_parent(task)
     context: zmq.Context[Any] = zmq.Context()
@@ -105,7 +105,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         watchdog.check(beat)
 
     heartbeat = HeartbeatThread(loop.state, send_beat, lambda: end_with_parent(task))
-    # What is loaded by now stays until the end; a walk of the collector over all of it would hold up several steps.
+    # Loaded objects stay until the end, and a full collection over them would delay several steps.
     gc.collect()
     gc.freeze()
     report(ChildReport(info=loop.info))

@@ -1,4 +1,4 @@
-"""A scheduler with its executor and all that stands around it: what a scheduler process runs, or an LLM in a thread."""
+"""A scheduler with its executor and attachments. A scheduler process runs it, or an `LLM` in a thread."""
 
 import importlib
 import logging
@@ -33,7 +33,7 @@ EXECUTORS = {"torch": "tokenyard.executor.model_loader", "mock": "tokenyard.exec
 """Module of each executor; it has a function `load_executor(model_path, **options)`."""
 
 DP_ATTENTION = "tokenyard.executor.distributed.dp_attention"
-"""The same for data-parallel ranks that share MLPs; the function takes `meeting`, where they meet."""
+"""The same for data-parallel ranks that share MLPs; the function takes `meeting`, the rendezvous socket."""
 
 DISTRIBUTED = "tokenyard.executor.distributed.load"
 """The same for a model over several ranks; the function takes `tp_size` and `pp_size` as well."""
@@ -68,24 +68,24 @@ def load_executor(config: EngineConfig) -> Executor:
 
 
 def tokenizer_text(config: EngineConfig) -> str:
-    """The model's tokenizer.json as it is used here. Raises InvalidRequestError where there is none."""
+    """The tokenizer of the model as JSON text. Raises InvalidRequestError where there is none."""
     if config.skip_tokenizer_init:
         raise InvalidRequestError("this server has no tokenizer, which grammars need", code="unsupported")
     return str(load_tokenizer(config.tokenizer_path or config.model_path).to_str())
 
 
 class Closable(Protocol):
-    """Is closed at the end."""
+    """A resource with `close`."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the resource."""
 
 
 Opened = TypeVar("Opened", bound=Closable | None)
 
 
 def _closing(resources: ExitStack, opened: Opened) -> Opened:
-    """What was opened, if anything; it is closed with the other resources, the last one first."""
+    """Register an opened resource, if any, to be closed in reverse order; returns it."""
     if opened is not None:
         resources.callback(opened.close)
     return opened
@@ -94,8 +94,8 @@ def _closing(resources: ExitStack, opened: Opened) -> Opened:
 class SchedulerLoop:
     """Everything between a port and a device, loaded and ready to run.
 
-    It is to be made where it runs: OpenMP keeps a number of threads for each thread that calls it, and with a second
-    pool of them, made while loading, more threads than cores wait for work and wake up slowly.
+    Create it in the thread that runs it: OpenMP keeps a thread pool per calling thread, and a second pool would leave
+    more threads than cores.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SchedulerLoop:
     ) -> None:
         """Load the model. `deliver` brings messages to the port's inbox from any thread.
 
-        Raises ConfigError for settings and files that cannot work, and what loading the model raises.
+        Raises ConfigError for invalid settings or files, and what loading the model raises.
         """
         self.state = LoopState()
         with ExitStack() as resources:
@@ -151,12 +151,12 @@ class SchedulerLoop:
             self._resources = resources.pop_all()
 
     def run(self) -> None:
-        """Run the event loop until told to stop. Raises DeviceBrokenError, and whatever goes wrong in the scheduler."""
+        """Run the event loop until the port says stop. Raises DeviceBrokenError, and errors of the scheduler."""
         if self._max_in_flight == 1:
             event_loop_normal(self._driver)
         else:
             event_loop_overlap(self._driver, self._max_in_flight)
 
     def close(self) -> None:
-        """Give back the device, and close what was opened."""
+        """Release the device and close all resources."""
         self._resources.close()

@@ -1,7 +1,7 @@
-"""Prefill and decode apart, as a scheduler process does it: which prompts are computed elsewhere, and for whom else.
+"""PD disaggregation in a scheduler process: which prompts other engines compute, and which this one does.
 
-It stands between the event loop and the thread of `disagg.transfer_manager`. The loop tells it of requests, output and
-what the scheduler wants moved; what comes of that enters the scheduler as events.
+It connects the event loop to the thread of `disagg.transfer_manager`. The loop passes requests, output and KV moves;
+results enter the scheduler as events.
 """
 
 import os
@@ -48,7 +48,7 @@ from tokenyard.scheduler.scheduler_state import prior_cost_model
 from tokenyard.tape.recorder import Core
 
 MODEL_OPTIONS = ("load_format", "seed", "quantization")
-"""Settings of an executor that decide, beside the checkpoint, what KV its model computes."""
+"""Settings of an executor that decide, with the checkpoint, what KV its model computes."""
 
 FIRST_NUMBER = 1 << 40
 """Requests for other engines have numbers from here on; those of clients are counted up from 1."""
@@ -123,10 +123,10 @@ class DisaggConnector:
             **dict(manager.decode_peer.counters),
         }
 
-    # ---- what the event loop says ----------------------------------------------------------------------------------
+    # ---- calls of the event loop ----------------------------------------------------------------------------------
 
     def submitted(self, request: Request) -> Request:
-        """Decide where the prompt of a request is computed; returns the request as the scheduler shall see it."""
+        """Decide where the prompt of a request is computed; returns the request for the scheduler."""
         if request.number >= FIRST_NUMBER:
             return request
         if request.kv is not None and request.sampling.n == 1:
@@ -185,7 +185,7 @@ class DisaggConnector:
         return peer if should_prefill_remotely(self._config.role, uncached, min_tokens, here_s, there_s) else None
 
     def _prefill_s(self, tokens: int, cached: int) -> float:
-        """How long prompts of `tokens`, of which `cached` are there, are believed to take."""
+        """How long prompts of `tokens`, of which `cached` are there, are predicted to take."""
         if tokens <= cached:
             return 0.0
         work = StepWork()
@@ -214,7 +214,7 @@ class DisaggConnector:
         self._manager.call(lambda now: decode_peer.want(want, numbers, peer, now, timeout_ns, takes_token=takes_token))
 
     def _join_bootstrap_room(self, request: Request, route: BootstrapInfo) -> Request:
-        """One half of a request that comes in two: hand its KV over under the room, or fetch it from there."""
+        """One half of a request with a bootstrap room: hand its KV over in the room, or fetch it from there."""
         prefill_peer, deliver, number = self._manager.prefill_peer, self._deliver, request.number
         if not route.peer:
             self._bootstrap_requests.add(number)
@@ -244,7 +244,7 @@ class DisaggConnector:
         self._manager.call(command)
 
     def _report_ended(self, batch: TokenBatch) -> None:
-        """Tell of requests that have ended, or go on without the KV that was offered for them."""
+        """Report requests that have ended, or continue without the KV that was offered for them."""
         decode_peer = self._manager.decode_peer
         over = [finish.number for finish in batch.finished if finish.number in self._remote_prefills]
         over += [number for number in self._manager.offered if not self._core.awaits_admission(number)]

@@ -1,4 +1,4 @@
-"""All that moves KV in and out of the device beside steps: other engines, and the KV store."""
+"""What moves KV to and from the device between steps: PD disaggregation and the KV store."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tokenyard.tape.recorder import Core
 
 
 class KvMultiConnector:
-    """What an event loop calls for KV transfer (`transfers`) and the KV store (`tiers`), where there are any."""
+    """Calls the connectors of PD disaggregation (`disagg`) and of the KV store (`kv_store`), if any."""
 
     def __init__(
         self, core: Core, disagg: DisaggConnector | None, kv_store: KvStoreConnector | None, rank: int = 0
@@ -21,7 +21,7 @@ class KvMultiConnector:
         self._enabled = disagg is not None or kv_store is not None
 
     def submitted(self, request: Request) -> Request:
-        """Decide where the KV of a request comes from; returns the request as the scheduler shall see it."""
+        """Decide where the KV of a request comes from; returns the request for the scheduler."""
         if self._disagg is not None:
             request = self._disagg.submitted(request)
         if self._kv_store is not None and not request.awaits_kv:
@@ -29,7 +29,7 @@ class KvMultiConnector:
         return request
 
     def move(self) -> None:
-        """Have moved what the scheduler wants loaded, stored or handed over."""
+        """Start the loads, stores and handovers that the scheduler requests."""
         if not self._enabled:
             return
         moves = self._core.drain_moves()
@@ -70,6 +70,6 @@ class KvMultiConnector:
         return (disagg is not None and disagg.busy) or (kv_store is not None and kv_store.busy)
 
     def describe(self) -> dict[str, Any]:
-        """What people and other engines should know, by part and rank."""
+        """The state for `/v1/transfer` and `/v1/cache`, by part and rank."""
         parts = {"transfer": self._disagg, "tiers": self._kv_store}
         return {name: {f"rank {self._rank}": part.describe()} for name, part in parts.items() if part is not None}

@@ -1,8 +1,8 @@
-"""KV below the device, as a scheduler process does it: what is stored, what is loaded, and for whom.
+"""The KV store of a scheduler process: which KV is stored and loaded, and for which requests.
 
-It stands between the event loop and a `BlockStore`. One thread writes what the scheduler offers (`Store`), others read
-what it wants back (`Load`). The loop never waits for them: a store holds pages until the thread has copied them, a
-request whose KV is below waits at its gate and then as LOADING, both for a limited time. What does not arrive is
+It connects the event loop to a `BlockStore`. One thread writes what the scheduler offers (`Store`), others read what it
+requests (`Load`). The event loop does not wait for them. A `Store` holds its pages until the thread has copied them. A
+request with stored KV waits at its gate and then as LOADING, both for a limited time; KV that does not arrive in time is
 computed.
 """
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 READERS = 2
 WRITE_TIMEOUT_NS = 5 * NS_PER_S
-"""A block whose writing takes longer makes the pages of all stores free again."""
+"""If writing a block takes longer, the pages of all backups are released."""
 FLUSH_TIMEOUT_S = 3.5
 """Less than a scheduler process is given to end."""
 SPEED_WEIGHT = 0.2
@@ -60,7 +60,7 @@ RECHECK_INTERVAL_NS, MAX_RECHECKS = NS_PER_S // 10, 8
 
 
 class KvStoreConnector:
-    """The store below one scheduler. `deliver` takes events to it, from any thread."""
+    """The KV store of one scheduler. `deliver` sends events to it, from any thread."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class KvStoreConnector:
         self._read_s_per_block = self._cost.copy(self._block_bytes, LINKS[config.backend])
         self._write_throttle = WriteThrottle(config.write_mb_s * 1e6)
         self._lock = threading.Lock()
-        """Of all that follows, and of the pages: who holds it and sees `alive` may touch them."""
+        """Guards the fields below and the pages, which a thread may access while it holds the lock and `alive` is set."""
         self._backups: dict[int, BackupOperation] = {}
         self._prefetches: dict[int, PrefetchOperation] = {}
         self._flushing = threading.Event()
@@ -98,10 +98,10 @@ class KvStoreConnector:
         for thread in self._threads:
             thread.start()
 
-    # ---- what the event loop says ----------------------------------------------------------------------------------
+    # ---- calls of the event loop ----------------------------------------------------------------------------------
 
     def submitted(self, request: Request) -> Request:
-        """Look whether KV of a request is below; returns the request as the scheduler shall see it."""
+        """Look up the KV of a request; returns the request, with `awaits_kv` if it waits for a prefetch."""
         options = request.logprobs
         if options is not None and options.prompt_from >= 0:
             return request
@@ -121,7 +121,7 @@ class KvStoreConnector:
         return replace(request, awaits_kv=self._config.prefetch_policy != "best_effort")
 
     def take(self, moves: list[KvMove]) -> list[KvMove]:
-        """Take on what concerns the store; returns the rest."""
+        """Start the backups and loads among `moves`; returns the rest."""
         rest: list[KvMove] = []
         for one in moves:
             if isinstance(one, Store):
@@ -133,7 +133,7 @@ class KvStoreConnector:
         return rest
 
     def poll(self, now: int) -> list[Event]:
-        """What has taken too long by `now` (ns): such requests go on without, and such pages are free again."""
+        """End what has timed out at `now` (ns): such requests are computed, and such pages are released."""
         events: list[Event] = []
         if now >= self._recheck_at_ns and self._store.blocks:
             self._recheck_at_ns = now + RECHECK_INTERVAL_NS
@@ -167,13 +167,13 @@ class KvStoreConnector:
                 self._prefetches.pop(finish.number, None)
 
     def release_all(self) -> list[Event]:
-        """Give up all that is being stored, so that its pages are free."""
+        """Abandon all backups, so that their pages are free."""
         with self._lock:
             return self._release_all()
 
     @property
     def busy(self) -> bool:
-        """Whether requests wait for KV from below."""
+        """Whether requests wait for stored KV."""
         return bool(self._prefetches)
 
     def clear(self) -> int:
@@ -183,7 +183,7 @@ class KvStoreConnector:
         return blocks
 
     def describe(self) -> dict[str, Any]:
-        """What people should know."""
+        """Counters and sizes for `/v1/cache`."""
         speed = self._block_bytes / self._read_s_per_block if self._read_s_per_block else 0.0
         counters = {name: getattr(self.counters, name) for name in KvStoreCounters.__slots__}
         return {
@@ -315,7 +315,7 @@ class KvStoreConnector:
     def _find(
         self, number: int, namespace: str, known: Int32Array, cached: int, count_stored: Callable[[list[bytes]], int]
     ) -> PrefetchOperation | None:
-        """What is below, as `count_stored` says, of a request's `known` tokens beyond the first `cached`, None for less
+        """The stored blocks, by `count_stored`, of a request's `known` tokens beyond the first `cached`; None for less
         than a block.
         """
         found = stored_prefix(known, namespace, cached, self._block, count_stored)
@@ -331,9 +331,9 @@ class KvStoreConnector:
             self._prefetches[prefetch.number] = prefetch
 
     def _recheck(self) -> list[Event]:
-        """Requests that lost their place, and whose KV has left the prefix cache since, come back with what is below.
+        """Find stored KV for retracted, preempted and resumed requests whose KV was evicted meanwhile.
 
-        They wait in the queue anyway, so that no gate is closed for them.
+        They wait in the queue anyway, so no gate is closed for them.
         """
         events: list[Event] = []
         for one in self._core.requeued(MAX_RECHECKS):
@@ -349,12 +349,12 @@ class KvStoreConnector:
         return events
 
     def _should_load_kv(self, cached: int, tokens: int) -> bool:
-        """Whether reading the KV of tokens `cached` .. `tokens` is believed to be faster than computing it."""
+        """Whether reading the KV of tokens `cached` .. `tokens` is predicted to be faster than computing it."""
         blocks = -(-(tokens - cached) // self._block)
         return should_load_kv(self._cost, cached, tokens, blocks * self._read_s_per_block)
 
     def _prefetch_timeout_ns(self, tokens: int) -> int:
-        """How long KV of so many tokens is waited for: once until it is ready, and once until it is in its pages."""
+        """How long to wait for KV of `tokens` tokens: once until it is ready, and once until it is in its pages."""
         config = self._config
         per_1k_s = config.timeout_per_1k_tokens_s
         return round(prefetch_timeout_s(config.prefetch_policy, config.timeout_s, per_1k_s, tokens) * NS_PER_S)
@@ -439,7 +439,7 @@ class KvStoreConnector:
 def open_kv_store_connector(
     config: EngineConfig, core: Core, executor: Executor, deliver: Callable[[Event], None], rank: int = 0
 ) -> KvStoreConnector | None:
-    """The store below that the settings ask for, if they do. Raises ConfigError for a folder or an address that cannot
+    """The KV store of the settings, if enabled. Raises ConfigError for a folder or an address that cannot
     be used, and for an executor whose KV cannot be moved.
     """
     if not config.kv_store.enabled:

@@ -1,4 +1,4 @@
-"""Which stores lie below a device, as the settings say, and how its KV gets there."""
+"""Opens the stores that the settings name, and the KV pool to copy from and to."""
 
 import logging
 
@@ -20,7 +20,7 @@ GB = 10**9
 STAGING_BYTES = 1 << 28
 """Host memory in front of a shared store, where what it sends waits for its pages."""
 LINKS = {"disk": "disk", "valkey": "network", "none": "host"}
-"""How KV comes from the lowest store (`CostModel.copy`)."""
+"""The link of each backend (`CostModel.copy`)."""
 
 
 def open_pool(executor: Executor) -> BlockPool:
@@ -33,9 +33,9 @@ def open_pool(executor: Executor) -> BlockPool:
 
 
 def open_store(config: EngineConfig, executor: Executor, pool: BlockPool, rank: int) -> BlockStore:
-    """The stores that the settings ask for, the lowest one behind the one in host memory.
+    """The stores that the settings ask for, with the one in host memory in front.
 
-    Raises ConfigError for a folder or an address that cannot be used, and where no tier is left.
+    Raises ConfigError for a folder or an address that cannot be used, and if the settings leave no store.
     """
     kv_store, info = config.kv_store, executor.info
     tokens, found = tokens_per_block(info.page_size), executor.pieces(np.arange(1, dtype=np.int32))
@@ -65,7 +65,7 @@ def open_store(config: EngineConfig, executor: Executor, pool: BlockPool, rank: 
 
 
 def _host_blocks(kv_store: KvStoreConfig, form: BlockFormat, pool_bytes: int, *, on_device: bool) -> int:
-    """How many blocks the tier in host memory holds. Raises ConfigError for a size of less than one."""
+    """How many blocks the host memory store holds. Raises ConfigError for a size of less than one."""
     if not on_device:
         if kv_store.host_gb or kv_store.host_ratio is not None:
             logger.warning(

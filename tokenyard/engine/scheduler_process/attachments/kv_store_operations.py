@@ -1,4 +1,4 @@
-"""What is being stored and loaded below the device, and what came of it."""
+"""Backups and prefetches of the KV store, and their counters."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,12 @@ class BackupOperation:
 
 @dataclass(slots=True, eq=False)
 class PrefetchOperation:
-    """A request whose KV is below: blocks `first` .. `first + found` of `digests`, of use up to token `tokens`.
+    """A request with stored KV: blocks `first` .. `first + found` of `digests`, usable up to token `tokens`.
 
-    ready: blocks that are fast to read by now. told: whether its `KvAvailable` went out. load: set once it has pages,
-    which may be written while `alive`; `arrived` tokens are there.
+    ready: blocks that were prefetched.
+    announced: whether its `KvAvailable` was sent.
+    load: set once it has pages, which may be written while `alive`.
+    loaded_end: tokens up to which KV is in its pages.
     """
 
     number: int
@@ -41,7 +43,7 @@ class PrefetchOperation:
 
 @dataclass(slots=True)
 class KvStoreCounters:
-    """What went down and up since the start."""
+    """Totals since the start."""
 
     written_bytes: int = 0
     loaded_bytes: int = 0

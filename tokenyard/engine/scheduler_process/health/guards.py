@@ -1,4 +1,4 @@
-"""Watches the clock over code of the user's, which the scheduler core cannot do: it has none."""
+"""Time limits for user code. The scheduler core has no clock, so the driver enforces them."""
 
 import signal
 import threading
@@ -18,7 +18,7 @@ STALL_NS = NS_PER_S // 20
 """What a policy may take for one step."""
 
 MAX_HOOK_S = 1.0
-"""A call that takes longer is broken off: it may never return."""
+"""A longer call is interrupted, as it may never return."""
 
 REINTERRUPT_S = 0.05
 
@@ -26,7 +26,7 @@ Clock = Callable[[], int]
 
 
 class StalledError(BaseException):
-    """Raised inside code of the user's that does not come back. No Exception, as such code may catch those itself."""
+    """Raised inside user code that does not return. Not an Exception, as user code may catch those."""
 
 
 @contextmanager
@@ -35,10 +35,10 @@ def interrupt_after(
 ) -> Iterator[None]:
     """Raise StalledError in a block that takes longer, once `due` says so.
 
-    With `inside`, only in what a function of that code calls, so that nothing else is broken off half-way.
+    With `inside`, only in what a function of that code calls, so that no other code is interrupted.
 
     Works by a signal, so only in the main thread, where the scheduler process has its loop; elsewhere it does nothing.
-    Code that does not return to the interpreter cannot be broken off.
+    Code that does not return to the interpreter cannot be interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +46,7 @@ def interrupt_after(
 
     def ring(_number: int, frame: FrameType | None) -> None:
         if due() and (inside is None or _is_called_by(frame, inside)):
-            raise StalledError(f"it took longer than {seconds:g} s and was broken off")
+            raise StalledError(f"it took longer than {seconds:g} s and was interrupted")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds, REINTERRUPT_S)
@@ -85,11 +85,11 @@ class ViolationCounter:
 
 
 class StallGuard:
-    """Measures how long a policy of the user's own takes, and breaks off what never ends. Only its answers count, not
-    what else the scheduler does in the same call, such as writing a tape.
+    """Measures how long a user-defined policy takes, and interrupts one that does not return. Other work of the
+    scheduler in the same call, such as writing a tape, does not count.
 
-    `enter` is told when such a call begins ("policy") and ends ("host"): the watchdog ends the process where the policy
-    catches what is to break it off.
+    `enter` is called when such a call begins ("policy") and ends ("host"): the watchdog ends the process if the policy
+    catches the interrupt.
     """
 
     def __init__(self, enter: Callable[[str], None] = lambda doing: None, clock: Clock = time.monotonic_ns) -> None:
@@ -117,7 +117,7 @@ class StallGuard:
         return self._spent_ns + answering_ns >= MAX_HOOK_S * NS_PER_S
 
     def begin(self, policy: str) -> None:
-        """From now on the policy is the one that is described so; only those of a package (module:name) are watched."""
+        """Start with the policy of this description; only user-defined ones (module:name) are guarded."""
         self._watched = ":" in policy
         self._mistakes = ViolationCounter()
         self.stalled = False

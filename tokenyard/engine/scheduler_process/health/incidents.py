@@ -1,4 +1,4 @@
-"""Log lines about requests that were refused or lost their place: at once, then at most every few seconds."""
+"""Log lines about refused, retracted and preempted requests: the first immediately, then at most every 10 s."""
 
 import logging
 from collections import Counter
@@ -12,14 +12,14 @@ LOG_INTERVAL_NS = 10 * NS_PER_S
 REFUSALS = {
     "queue_full": "refused, as the queue is full (--max-queued-requests)",
     "tenant_limit": "refused, as their tenant has the most waiting requests that it may have",
-    "displaced": "refused, as a more urgent request took their place in a full queue",
+    "displaced": "refused, as a more urgent request displaced them from a full queue",
     "queue_timeout": "refused, as they had waited for too long",
     "overdue": "refused, as their deadline cannot be kept",
     "no_memory": "ended, as the KV pool cannot hold them",
 }
 LOSSES = {
-    "retracted": "retracted for lack of KV pages; they go on later (see --max-total-tokens and --headroom)",
-    "preempted": "preempted for more urgent requests; they go on later",
+    "retracted": "retracted for lack of KV pages; they continue later (see --max-total-tokens and --headroom)",
+    "preempted": "preempted for more urgent requests; they continue later",
 }
 
 
@@ -32,11 +32,11 @@ class Incidents:
         self._totals = dict.fromkeys(LOSSES, 0)
 
     def on_finished(self, finishes: Iterable[Finish]) -> None:
-        """Take in requests that have ended."""
+        """Count ended requests by cause."""
         self._counts.update(finish.cause for finish in finishes if finish.cause in REFUSALS)
 
     def on_counters(self, counters: Mapping[str, int]) -> None:
-        """Take in the scheduler's totals."""
+        """Count the growth of the scheduler's totals."""
         for name, before in self._totals.items():
             total = counters.get(name, 0)
             self._counts[name] += max(total - before, 0)

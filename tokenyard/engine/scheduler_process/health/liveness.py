@@ -1,4 +1,4 @@
-"""Signs of life that are true: a long device step is alive, a loop that hangs anywhere else is not."""
+"""Heartbeats that reflect the loop: a long device step counts as alive, a loop that hangs elsewhere does not."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from tokenyard.engine.processes.messages import Heartbeat
 HEARTBEAT_INTERVAL_S = 0.5
 POLICY, PRIORITY_FUNCTION = "policy", "priority function"
 USER_CODE = (POLICY, PRIORITY_FUNCTION)
-"""What the loop does while code of the user's own runs."""
+"""Loop states while user code runs."""
 
 
 class LoopState:
@@ -23,7 +23,7 @@ class LoopState:
         self._doing: tuple[str, int] = ("host", time.monotonic_ns())
 
     def enter(self, doing: str) -> None:
-        """Note that the loop now waits for messages ("idle"), for the device ("step"), for code of the user's own (one
+        """Note that the loop now waits for messages ("idle"), for the device ("step"), for user code (one
         of `USER_CODE`) or works itself ("host").
         """
         self._doing = (doing, time.monotonic_ns())
@@ -37,7 +37,7 @@ class LoopState:
 class HeartbeatThread:
     """Calls `send` with a heartbeat at once and every half second until closed, and `check` before each.
 
-    It never touches the scheduler, so that it goes on while a step takes long.
+    It does not touch the scheduler, so heartbeats continue during a long step.
     """
 
     def __init__(self, state: LoopState, send: Callable[[Heartbeat], None], check: Callable[[], None]) -> None:

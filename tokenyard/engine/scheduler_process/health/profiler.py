@@ -1,7 +1,7 @@
 """A timeline of the event loop for Perfetto or chrome://tracing (the Trace Event Format's JSON).
 
-The profile puts a stop-watch around the driver's verbs while it runs and takes it off again, so that a driver that is
-not profiled does nothing at all for it.
+The profile wraps the driver's methods while it runs and unwraps them at the end. A driver that is not profiled has no
+overhead.
 """
 
 import functools
@@ -56,7 +56,7 @@ class StepProfile:
             setattr(driver, verb, self._timed(getattr(driver, verb), label))
 
     def stop(self) -> bytes:
-        """Take the stop-watches off and return the events as a JSON list."""
+        """Unwrap the methods and return the events as a JSON list."""
         for verb in VERBS:
             delattr(self._driver, verb)
         if self._dropped:

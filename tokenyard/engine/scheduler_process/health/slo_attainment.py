@@ -1,4 +1,4 @@
-"""Whether a request got what it was promised, by its own targets or its class's."""
+"""Whether requests met their SLO targets (their own or their class's), and the share of each class that did."""
 
 from collections import deque
 
@@ -9,7 +9,7 @@ MAX_CLASSES = 32
 NO_CLASS = "normal"
 
 ON_PURPOSE = ("cancelled", "client_gone", "paused")
-"""Causes of an abort that say nothing about how the server did."""
+"""Abort causes that are not a failure of the server."""
 
 SAYS_NOTHING = (*ON_PURPOSE, "slow_reader", "draining", "invalid", "too_long", "tenant_limit")
 
@@ -32,8 +32,8 @@ def targets_met(finish: Finish) -> list[tuple[str, bool]]:
 def met_slo(finish: Finish) -> bool | None:
     """Whether an answer met all its targets; one that was refused or failed did not.
 
-    None for one that was ended on purpose, for one that could never have been served or was beyond what its tenant
-    may have, and where nothing was promised because the request never reached the scheduler.
+    None for one that was ended on purpose, for one that could not be served or was beyond its tenant's
+    limit, and where there is no target because the request never reached the scheduler.
     """
     if finish.cause in SAYS_NOTHING or not finish.slo_targets.tpot_ns:
         return None
@@ -49,14 +49,14 @@ def stage_at_deadline(finish: Finish) -> str:
 
 
 class SloAttainment:
-    """Remembers the classes of open requests, and of each class's latest ones whether they kept their promise."""
+    """Keeps the class of each open request, and for each class whether its latest requests met their targets."""
 
     def __init__(self) -> None:
         self._open: dict[int, str] = {}
         self._met: dict[str, deque[bool]] = {}
 
     def submitted(self, request: Request) -> None:
-        """A request has come; each of its answers counts."""
+        """Register a new request; each of its answers counts."""
         for number in range(request.number, request.number + request.sampling.n):
             self._open[number] = request.service_class or NO_CLASS
 

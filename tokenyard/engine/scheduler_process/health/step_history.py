@@ -1,6 +1,6 @@
-"""The steps of the last minute in bins of a quarter second, for a page that somebody has open.
+"""The steps of the last minute in bins of a quarter second, for a live page.
 
-Nothing is kept while nobody asks: the first question begins it, and it ends when no further one comes.
+Steps are recorded only while a page polls: the first poll starts it, and it stops some seconds after the last one.
 """
 
 from collections import deque
@@ -16,9 +16,13 @@ IDLE_TIMEOUT_NS = 5 * NS_PER_S
 
 @dataclass(slots=True)
 class StepBin:
-    """The steps that ended in a quarter second. index: on the monotonic clock, counted in bins. prefill, decode: tokens
-    computed. busy_ms: what the device worked on them. longest_ms: the longest one. predicted_ms: what the scheduler's
-    cost model says that they take, 0 without one.
+    """The steps that ended in a quarter second.
+
+    index: bin number on the monotonic clock.
+    prefill, decode: tokens computed.
+    busy_ms: device time of all steps.
+    longest_ms: device time of the longest step.
+    predicted_ms: prediction of the scheduler's cost model, 0 without one.
     """
 
     index: int
@@ -58,5 +62,5 @@ class StepHistory:
         return [asdict(one) for one in self._bins if one.index > first]
 
     def expired(self, now: int) -> bool:
-        """Whether nobody has asked for a while."""
+        """Whether the last poll was more than `IDLE_TIMEOUT_NS` ago."""
         return now - self._asked_ns > IDLE_TIMEOUT_NS

@@ -1,4 +1,4 @@
-"""Ends a scheduler process that is stuck, so that its clients hear of it, and leaves behind why."""
+"""Ends a stuck scheduler process, so that its requests continue elsewhere, and logs why."""
 
 import faulthandler
 import logging
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 1.0
 USER_CODE_TIMEOUT_NS = 10 * NS_PER_S
-"""For code of the user's own, which has been broken off many times by then and goes on all the same."""
+"""Limit for user code. By then it was interrupted many times and still runs."""
 
 
 class Watchdog:
     """Judges heartbeats: a device step or a piece of the loop's own work that takes longer than `timeout_s` is stuck,
-    as is a policy or priority function of the user's own that takes longer than 10 s.
+    as is a user-defined policy or priority function that takes longer than 10 s.
 
     Then the stacks of all threads and the state of the queue go to the log, `save` has a moment to keep what it can,
-    `report` tells the parent, and the process ends. A `timeout_s` of 0 switches it off but for code of the user's own.
+    `report` tells the parent, and the process ends. A `timeout_s` of 0 disables it except for user code.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Watchdog:
         where = "the device's work on a step" if beat.doing == "step" else "the event loop's own work"
         culprit = beat.doing if beat.doing in USER_CODE else ""
         if culprit:
-            where = f"the user's own {culprit}"
+            where = f"the user-defined {culprit}"
         reason = f"{where} has not ended for {beat.doing_ns / NS_PER_S:.0f} s, after {beat.steps} steps"
         logger.critical("%s (see --watchdog-timeout-s); the stacks of all threads follow", reason)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        # What hangs may be the very file that is to be saved, or a policy that is asked here, so this may hang too.
+        # The tape file or the policy may be what hangs, so saving may hang too.
         saving = threading.Thread(target=self._leave_traces, args=(beat.sent_ns,), daemon=True)
         saving.start()
         saving.join(SAVE_TIMEOUT_S)
