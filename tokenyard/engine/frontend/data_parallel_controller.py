@@ -22,7 +22,7 @@ from tokenyard.policy.tenant_limits import rank_share
 from tokenyard.routing.balance import Assignment, RankBalancer
 
 SILENT_S = 5.0
-"""A rank of which nothing was heard for so long gets no new requests while others are well."""
+"""A rank that is silent for this long gets no new requests while others are healthy."""
 
 ANY_RANK, ABSENT_SOURCE = -1, -1
 
@@ -80,7 +80,7 @@ class DataParallelController:
         return self._absent[rank]
 
     def remove_rank(self, rank: int) -> tuple[SchedulerClient, list[ToScheduler]]:
-        """A rank is out for good. The others take over its parts of the limits. Returns who stood for it, and the
+        """A rank is abandoned. The others take over its parts of the limits. Returns who stood for it, and the
         events that wait for it, which are to be sent elsewhere.
         """
         self.balancer.remove_rank(rank)
@@ -172,7 +172,7 @@ class DataParallelController:
         self._policy = SetPolicy(name, options)
 
     def drop_user_policy(self) -> None:
-        """Do not tell schedulers that join of a policy of the user's own that was chosen: it ended one of them."""
+        """Do not tell schedulers that join of a user-defined policy: it may have ended one of them."""
         if self._policy is not None and ":" in self._policy.name:
             self._policy = None
 

@@ -1,4 +1,4 @@
-"""Which scheduler has which open request: chosen when it comes, and again where one has no room for it."""
+"""Assigns requests to schedulers, and again to another one if the first is full."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.routing.balance import Assignment
 
 RETRIABLE_CAUSES = ("queue_full", "displaced", "tenant_limit")
-"""Why a rank refuses a request that another one may take."""
+"""Causes for which another rank may accept a refused request."""
 
 
 class Dispatcher:
@@ -40,8 +40,8 @@ class Dispatcher:
         self.recent.add(stream)
 
     def retry_refused(self, batch: TextBatch, source: int) -> TextBatch:
-        """The news of scheduler process `source` without the ends of requests for which it had no room, but another
-        rank may have; those are sent there.
+        """The output of scheduler process `source` without refused requests that another rank may accept; these
+        are sent there.
         """
         if self.ranks.size == 1 or not batch.finished:
             return batch

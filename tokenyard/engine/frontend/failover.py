@@ -1,4 +1,4 @@
-"""What becomes of open requests when processes of the engine end: they go on elsewhere, or they end with it."""
+"""Failover: when a process of the engine ends, its open requests continue elsewhere, or end with an error."""
 
 import asyncio
 import logging
@@ -32,14 +32,14 @@ FENCE_TIMEOUT_S = 10.0
 """How long the detokenizer may take to say how far the answers of a scheduler have come that has ended."""
 
 CLIENT_GONE = Finish(0, "abort", message="the client went away", cause="client_gone")
-"""The end of an answer that nobody reads any more, and that no scheduler has."""
+"""The end of a detached answer whose scheduler is gone."""
 
 MAX_RESUBMITS = 3
-"""A request whose scheduler ends once more is given up: it may be what ends them."""
+"""A request whose scheduler ends once more is failed, as it may be the cause."""
 
 
 class Failover:
-    """Hears which processes run and which have ended. Used from one event loop.
+    """Is notified when processes start and end. Used from one event loop.
 
     A scheduler that ends leaves its requests to others (see `rank_lost`). `on_engine_dead` hears why the engine ended,
     if by itself; all open requests have ended by then. `on_detokenizer_silent` hears why the detokenizer is to be
@@ -79,12 +79,12 @@ class Failover:
                 self._dispatcher.move(stream, client, place)
 
     def rank_lost(self, source: int, reason: str, *, suspect_user_code: bool) -> None:
-        """A scheduler process has ended. Its requests go on elsewhere, each from the last token that came of it.
+        """A scheduler process has ended. Its requests continue elsewhere, each after its last received token.
 
         First the text side must say how far they are, so that none comes twice and none is missed (`Fence`). With
-        `distrust`, a policy of the user's own that was chosen while it ran may be the reason, and is not chosen again.
+        `distrust`, a user-defined policy that was set while it ran may be the cause, and is not set again.
         """
-        error = OverloadedError(f"the scheduler ended ({reason}) and is started again; try again soon")
+        error = OverloadedError(f"the scheduler ended ({reason}) and is started again; retry later")
         client = self._ranks.leave(source, error, time.monotonic_ns())
         if client is None or self.death is not None:
             return
@@ -116,7 +116,7 @@ class Failover:
         return numbers
 
     def _resubmit(self, fenced: Fenced) -> None:
-        """Send on what a scheduler that has ended left behind."""
+        """Resubmit the requests of a scheduler that has ended."""
         if fenced.source not in self._lost:
             return
         lost, timer = self._lost.pop(fenced.source)
@@ -135,10 +135,10 @@ class Failover:
             if stream.paused:
                 client.send(Pause(numbers=stream.numbers))
         if streams:
-            logger.warning("%d requests go on where their scheduler ended", len(streams))
+            logger.warning("%d requests continue after their scheduler ended", len(streams))
 
     def rank_abandoned(self, rank: int) -> None:
-        """A rank is out for good. What waits for it goes to others, in the same order."""
+        """A rank is abandoned. Requests that wait for it go to others, in the same order."""
         absent, events = self._ranks.remove_rank(rank)
         for event in events:
             stream = self._streams.of_number(first_number(event))
@@ -164,7 +164,7 @@ class Failover:
         self._ranks.all_restarting = False
 
     def _resubmit_from_streams(self, source: int) -> None:
-        """Nobody can say any more how far the answers of a scheduler are: what has come here counts, and no more."""
+        """Resubmit after the loss of the detokenizer: the tokens that arrived here count."""
         self._outputs.ignore(source)
         self._outputs.receive(unknown_progress(source), source)
 
@@ -181,7 +181,7 @@ class Failover:
             self._on_engine_dead(reason)
 
     def end_all(self, reason: str) -> None:
-        """The same where it is meant to end, with nobody to tell."""
+        """Do the same for a shutdown, without a callback."""
         self.death = self.death or reason
         error = EngineDeadError(f"the engine stopped: {self.death}")
         self._streams.fail_all(error)
@@ -200,7 +200,7 @@ def answers_so_far(fenced: Fenced) -> dict[int, list[int]]:
 
 
 def unknown_progress(source: int) -> Fenced:
-    """What stands for the word of a text side that has ended with all it knew."""
+    """The `Fenced` of a detokenizer that has ended: no answer is known."""
     return Fenced(source, np.empty(0, np.int64), NO_TOKENS, NO_TOKENS)
 
 

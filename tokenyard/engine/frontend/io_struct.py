@@ -18,7 +18,7 @@ class GenerateReqInput:
     the first tokens of an answer that was begun elsewhere: it goes on from there, counts them and gives only what is
     new; such a request has one answer. With `pooling` nothing is generated (`sampling.max_new_tokens` is 0), and the
     finish carries the vector of the prompt. `prediction` is text that the answer may resemble, from which drafts come
-    where the engine speculates. `rank` is the data-parallel rank that shall serve it, None for any. `kv` is where its
+    where the engine speculates. `rank` is the data-parallel rank that must serve it, None for any. `kv` is where its
     other half is, if it comes in two. `lora` is the name of its LoRA adapter, "" for none.
     """
 
@@ -49,7 +49,7 @@ class GenerateReqInput:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """News of one answer.
+    """New output of one answer.
 
     `index` says which of the n answers. `text` and `token_ids` are new since its last delta; text that may still
     turn into a stop string or that ends inside a character is held back together with its tokens. `logprobs`
@@ -67,7 +67,7 @@ class OutputDelta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def extend(self, later: "OutputDelta") -> None:
-        """Take in the next news of the same answer, as if both had come at once."""
+        """Merge the next delta of the same answer."""
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs

@@ -1,4 +1,4 @@
-"""What schedulers and the detokenizer say, on its way to the streams that wait for it."""
+"""Delivers the output of schedulers and the detokenizer to streams."""
 
 import asyncio
 import logging
@@ -65,12 +65,12 @@ class OutputHandler:
         self.add(self._dispatcher.retry_refused(text_batch, source))
 
     def add(self, batch: TextBatch) -> None:
-        """Hand these news to their streams soon."""
+        """Queue this output for its streams."""
         self._pending_batches.append(batch)
         self._batch_ready.set()
 
     def ignore(self, source: int) -> None:
-        """Drop what still comes of the answers of a scheduler process that has ended."""
+        """Drop further output of a scheduler process that has ended."""
         self._ignored_sources.add(source)
 
     async def delivered(self) -> None:
@@ -81,7 +81,7 @@ class OutputHandler:
         await waiter
 
     async def _deliver(self) -> None:
-        """Hand news to their streams until closed; all that came during one round is the next one."""
+        """Deliver output until closed; what arrives during one round is the next round."""
         while True:
             await self._batch_ready.wait()
             self._batch_ready.clear()
@@ -94,17 +94,17 @@ class OutputHandler:
                 for one in fenced:
                     self.on_fenced(one)
             except Exception:
-                logger.exception("news from the engine could not be handed on")
+                logger.exception("output of the engine could not be delivered")
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
 
     def detokenizer_age_s(self) -> float:
-        """Return the seconds since the detokenizer was known to be well; infinite while none has said a word."""
+        """Return the seconds since the detokenizer was known to be well; infinite before its first heartbeat."""
         return (time.monotonic_ns() - self._text_beat_ns) / NS_PER_S if self._text_beat_ns else math.inf
 
     def detokenizer_lost(self) -> None:
-        """The detokenizer has ended; the next one has not said a word."""
+        """The detokenizer has ended; wait for the first heartbeat of the next one."""
         self._text_beat_ns = 0
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """Records of paused requests on disk, so that one can be resumed after the engine was killed or started again.
 
-Beside the store of KV (`--hicache-storage-dir`) each paused request has a file of its own: what was asked, and the
-tokens of its answers so far. Sampling is keyed by seed and position, so that what is resumed from a record goes on with
+Each paused request has a file next to the KV store (`--hicache-storage-dir`) with the request and the tokens of its
+answers so far. Sampling is keyed by seed and position, so that what is resumed from a record goes on with
 the same tokens. A file begins with a header (magic, version, lengths, digest of the rest); it is written under another
 name first, so that there is never half a record under its own.
 """
@@ -32,7 +32,7 @@ MAGIC, VERSION = b"TYPAUSED", 1
 HEAD = struct.Struct("<8sIIQ16s")
 """Magic, version, bytes of the request's id, bytes of the record behind it, digest of both."""
 MAX_RECORDS = 1024
-"""The oldest record makes way for one more."""
+"""Beyond this, the oldest record is removed."""
 MAX_ID_BYTES = 1 << 16
 
 
@@ -70,7 +70,7 @@ class PausedRequest(msgspec.Struct):
 
 @dataclass(slots=True)
 class PausedCounters:
-    """What became of records since the start. unusable: damaged, of another model, or of a newer version."""
+    """Totals of records since the start. unusable: damaged, of another model, or of a newer version."""
 
     kept: int = 0
     resumed: int = 0
@@ -241,7 +241,7 @@ class PausedRequests:
             self.counters.resumed += resumed
 
     def describe(self) -> dict[str, Any]:
-        """What people should know."""
+        """Counters for `/v1/cache`."""
         return {"records": len(self._paths)} | {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
 
     def _unusable(self, path: Path, why: str) -> None:

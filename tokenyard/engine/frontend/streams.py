@@ -1,4 +1,4 @@
-"""The open answers of the API process: which reader waits for what, with a bound on what a slow one leaves behind."""
+"""The open streams of the API process, with a bound on the output that waits for a slow reader."""
 
 import asyncio
 import time
@@ -16,23 +16,26 @@ from tokenyard.routing.balance import Assignment
 
 Reader = Callable[[OutputDelta], Coroutine[Any, Any, None]]
 Ended = Callable[[OutputDelta], None]
-"""Told of the end of an answer whose reader has gone."""
+"""Called with the end of an answer whose reader is gone."""
 
 MAX_PENDING_TOKENS = 4096
 STREAMS_AT_ONCE = 32
 
 
 class Stream:
-    """The news of one request's answers, between the messages that bring them and the reader that takes them.
+    """The output of one request's answers on its way to the reader.
 
-    News that come before the reader took the last ones of the same answer become one delta with them, so that where
-    this process or a client is behind, it has fewer and larger pieces to deal with.
+    Deltas of an answer that the reader has not taken yet are merged, so a slow reader gets fewer and larger ones.
 
-    request, client, paused: what a scheduler must know to go on with it, the scheduler that has it, and whether it is
-    held back. place: how it counts at its rank, None while no scheduler has it. moves: how often its scheduler ended
-    under it. tokens: of each answer, all that have come. tried: ranks that had no room for it. first: for each answer
-    that has begun, when its first token came and how many prompt tokens were in the cache then. shown: tokens that the
-    client had before, of an answer that was begun earlier.
+    request: as submitted.
+    client: the scheduler that has it.
+    place: its assignment to a rank, None while no scheduler has it.
+    paused: whether it is paused.
+    resubmits: how often its scheduler ended.
+    tokens: all received tokens of each answer.
+    tried: ranks that refused it for lack of room.
+    first: for each started answer, time of its first token (ns) and cached prompt tokens.
+    shown: tokens of a continued answer that the client already has.
     """
 
     def __init__(self, request: Request, client: SchedulerClient, place: Assignment | None = None) -> None:
@@ -156,7 +159,7 @@ class Stream:
     async def feed(self, reader: Reader) -> None:
         """Give each delta to `reader` until the last answer ends. Raises the error of a failed stream, or the reader's.
 
-        As long as the reader need not wait, it runs right where the news arrive, which spares waking a task for each.
+        As long as the reader need not wait, it runs where the output arrives, which saves a task switch for each.
         """
         try:
             while True:
@@ -237,7 +240,7 @@ class StreamTable:
             self._by_number[number] = stream
 
     def remove(self, stream: Stream) -> None:
-        """Forget a stream; news about it are dropped from now on."""
+        """Remove a stream; further output of it is dropped."""
         for number in stream.numbers:
             self._by_number.pop(number, None)
 
@@ -304,7 +307,7 @@ class StreamTable:
         return failed
 
     def _deltas(self, batch: TextBatch) -> Iterator[tuple[Stream, OutputDelta]]:
-        """Each piece of news with its stream."""
+        """Each delta of a batch with its stream."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for entry in batch.logprobs:
             logprobs.setdefault(entry.number, []).append(entry)

@@ -202,9 +202,9 @@ class TokenizerManager:
         return bool(streams)
 
     async def pause_request(self, rid: str) -> bool:
-        """Let a request give up its place until `resume_request`; False if there is none with this id.
+        """Pause a request until `resume_request`; False if there is none with this id.
 
-        With a store below, it has a record on disk when this returns (see `records`), unless that failed.
+        With a KV store on disk, it has a record when this returns (see `records`), unless that failed.
         """
         found = self._set_paused(rid, paused=True)
         if self.records is not None:
@@ -213,7 +213,7 @@ class TokenizerManager:
         return found
 
     async def _write_record(self, stream: Stream, records: PausedRequests) -> None:
-        """Write the record of a paused request, once its scheduler and all news say how far its answers are."""
+        """Write the record of a paused request, once all its output has been delivered."""
         try:
             outputs = await stream.client.call("outputs", dict[int, list[int]], numbers=stream.open_numbers)
             await self.outputs.delivered()
@@ -281,7 +281,7 @@ class TokenizerManager:
         return flushed
 
     async def clear_store(self) -> int:
-        """Forget all KV below the device, and return how many blocks that was."""
+        """Clear the KV store; returns how many blocks it had."""
         return sum(await self.ranks.call("clear_store", int))
 
     async def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> dict[str, Any]:
@@ -290,8 +290,8 @@ class TokenizerManager:
         return counters if self.records is None else counters | {"paused_requests": self.records.describe()}
 
     async def watch(self, *, prefixes: bool, bins: int) -> list[dict[str, Any]]:
-        """What a live page shows of each scheduler now (`scheduler.live_view.LiveView` and `watch.step_watch.StepBin`
-        as plain data), with the latest `bins` bins of steps. Raises OverloadedError if one does not answer in time.
+        """The state of each scheduler for a live page (`LiveView` as plain data), with the latest `bins` bins of steps
+        (`StepBin`). Raises OverloadedError if one does not answer in time.
         """
         return await self.ranks.call("watch", dict[str, Any], SNAPSHOT_TIMEOUT_S, prefixes=prefixes, bins=bins)
 

@@ -45,7 +45,7 @@ async def running_engine(
 ) -> AsyncIterator[TokenizerManager]:
     """Start an engine's processes and yield their front when they are ready; stop them at the end.
 
-    `on_engine_dead` hears the reason if the engine dies in between; open requests have ended with it by then. Raises
+    `on_engine_dead` gets the reason if the engine dies in between; open requests have ended with it by then. Raises
     ConfigError for a tokenizer or template that cannot be loaded, EngineDeadError for a process that cannot start.
     """
     tokenizer, template = load_tokenizer_and_template(config)
@@ -79,7 +79,7 @@ async def running_engine(
 
 
 def open_paused_requests(config: EngineConfig, info: ExecutorInfo) -> PausedRequests | None:
-    """The records of paused requests beside the KV store; None if there is none on disk."""
+    """The records of paused requests next to the KV store; None without one on disk."""
     if not (config.kv_store.enabled and config.kv_store.folder):
         return None
     return PausedRequests(f"{config.kv_store.folder}/paused", weights_digest(config, info))
@@ -110,7 +110,7 @@ async def _kill_when_silent(manager: TokenizerManager, supervisor: Supervisor, t
     while timeout_s:
         await asyncio.sleep(SILENCE_CHECK_INTERVAL_S)
         detokenizer_age_s = manager.outputs.detokenizer_age_s()
-        # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
+        # More than once, as heartbeats may wait in our own socket if this process was stalled.
         silent = min(timeout_s, DETOKENIZER_TIMEOUT_S) + SILENCE_GRACE_S < detokenizer_age_s < math.inf
         times_text_silent = times_text_silent + 1 if silent else 0
         if times_text_silent == SILENT_TIMES:

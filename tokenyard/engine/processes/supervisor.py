@@ -116,8 +116,8 @@ class Supervisor:
     """The scheduler processes, one per rank, and the detokenizer process of one engine.
 
     Each child's standard input stays open: a message on it asks the child to end, and end of file means that the parent
-    is gone. A scheduler that ends unexpectedly is restarted a few times, without user code if that did not return, or if
-    it is the second end in a short time (fcfs replaces a user-defined policy). A detokenizer that ends is restarted
+    is gone. A scheduler that ends unexpectedly is restarted a few times, without user code if that did not return or
+    if it is the second end in a short time (fcfs replaces a user-defined policy). A detokenizer that ends is restarted
     together with all schedulers. The engine dies when all ranks, or the detokenizer, have used up their restarts.
     """
 

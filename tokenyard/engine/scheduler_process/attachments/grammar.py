@@ -1,4 +1,4 @@
-"""Compiles grammars beside the event loop. What comes of it reaches the scheduler as an event, like all wall time."""
+"""Compiles grammars in threads. The result reaches the scheduler as an event, like all that depends on wall time."""
 
 import logging
 import queue

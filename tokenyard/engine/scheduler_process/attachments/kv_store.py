@@ -2,8 +2,7 @@
 
 It connects the event loop to a `BlockStore`. One thread writes what the scheduler offers (`Store`), others read what it
 requests (`Load`). The event loop does not wait for them. A `Store` holds its pages until the thread has copied them. A
-request with stored KV waits at its gate and then as LOADING, both for a limited time; KV that does not arrive in time is
-computed.
+request with stored KV waits at its gate and then as LOADING, both for a limited time. KV that arrives late is computed.
 """
 
 import logging
@@ -85,7 +84,7 @@ class KvStoreConnector:
         self._read_s_per_block = self._cost.copy(self._block_bytes, LINKS[config.backend])
         self._write_throttle = WriteThrottle(config.write_mb_s * 1e6)
         self._lock = threading.Lock()
-        """Guards the fields below and the pages, which a thread may access while it holds the lock and `alive` is set."""
+        """Guards the fields below and the pages, which a thread may access if it holds the lock and `alive` is set."""
         self._backups: dict[int, BackupOperation] = {}
         self._prefetches: dict[int, PrefetchOperation] = {}
         self._flushing = threading.Event()

@@ -1,4 +1,4 @@
-"""Policy `adaptive` in a server: a second process looks ahead, and what it finds comes back as `SetPolicy`.
+"""Policy `adaptive` in a server: a second process runs the lookahead, and its result comes back as `SetPolicy`.
 
 The event loop never waits for it. What goes there lies in a buffer until the pipe takes it, what comes back is looked
 for now and then; one that ends, stalls or answers nonsense is started again later, and the policy stays as it is.
@@ -44,7 +44,7 @@ LENGTH = struct.Struct("<I")
 
 
 class LookaheadError(TokenyardError):
-    """The process that looks ahead is of no use any more."""
+    """The lookahead process failed."""
 
     code = "lookahead_failed"
 
@@ -139,7 +139,7 @@ class LookaheadClient:
             self.chosen(SetPolicy(AdaptivePolicy.name, settings.policy_options), time.monotonic_ns())
 
     def chosen(self, event: SetPolicy, now: int) -> None:
-        """An operator chose a policy: begin, begin anew or end. Raises ConfigError for options that cannot be."""
+        """An operator chose a policy: start, restart or stop. Raises ConfigError for options that cannot be."""
         if event.name != AdaptivePolicy.name:
             self._adaptive_options = None
             self._drop()
@@ -218,7 +218,7 @@ class LookaheadClient:
         self._pause_ns = MIN_BACKOFF_NS
         if self._note:
             self._note = ""
-            logger.info("looking ahead again")
+            logger.info("the lookahead works again")
         if event is not None:
             logger.info("the policy becomes %s: %s", self._selector.current, self._selector.latest[-1].reason)
         return event
@@ -236,8 +236,10 @@ class LookaheadClient:
         self._restart_ns = now + self._pause_ns
         self._pause_ns = min(2 * self._pause_ns, MAX_BACKOFF_NS)
         if not self._note:
-            logger.error("the process that looks ahead failed: %s; the policy stays, it is tried again later", error)
-        self._note = f"the process that looks ahead failed: {error}"
+            logger.error(
+                "the lookahead process failed: %s; the policy stays, and the process is restarted later", error
+            )
+        self._note = f"the lookahead process failed: {error}"
 
     def _drop(self) -> None:
         if self._pipe is not None:
@@ -271,4 +273,4 @@ class LookaheadClient:
         self._drop()
         for pipe in self._ending:
             if not pipe.gone(END_TIMEOUT_S):
-                logger.warning("the process that looks ahead (%d) is slow to end", pipe.pid)
+                logger.warning("the lookahead process (%d) is slow to end", pipe.pid)

@@ -1,4 +1,4 @@
-"""Reads LoRA adapters beside the event loop, and frees them once no request has them any more."""
+"""Reads LoRA adapters in a thread, and unloads them once no request uses them."""
 
 import logging
 import queue
@@ -24,7 +24,7 @@ SLOW_READ_S = 1.0
 """Reading an adapter for longer is logged."""
 
 POLL_INTERVAL_S = 0.1
-"""So often unused adapters are looked for while too many are in memory."""
+"""Interval of looking for unused adapters while too many are in memory."""
 
 
 class LoraLoader:
@@ -75,7 +75,7 @@ class LoraLoader:
             self._read(adapter, str(call.arguments["refusal"]))
 
     def submitted(self, request: Request) -> Request:
-        """A request arrives; returns it as the scheduler shall see it. Raises InvalidRequestError for an adapter that
+        """A request arrives; returns it for the scheduler. Raises InvalidRequestError for an adapter that
         was never loaded, or is not any more.
         """
         if not request.lora:

@@ -1,4 +1,4 @@
-"""Asks a priority function of the user's (`--priority-function`) about waiting requests.
+"""Calls a user-defined priority function (`--priority-function`) for waiting requests.
 
 Its answers become `Update` events with a boost, so that they stand on the tape. A request is asked about on arrival and
 then every quarter of a second, a few at a time while the device works; a function that fails, answers nonsense or takes
@@ -46,7 +46,7 @@ class PriorityUpdates:
         return f"off ({self._path} {self.failure})" if self.failure else self._path
 
     def submitted(self, request: Request) -> None:
-        """A request has come."""
+        """Register a new request."""
         if self.failure:
             return
         self._attainment.submitted(request)
