@@ -178,7 +178,7 @@ def test_after_a_fault_it_goes_on(tmp_path, caplog):
         yard.turn_until(lambda: len(yard.events) >= 2)
         assert yard.events == ["fcfs", "slo"]
         assert (yard.state["failures"], yard.state["note"]) == (1, "")
-    assert "looking ahead again" in caplog.text
+    assert "the lookahead works again" in caplog.text
 
 
 def test_another_policy_ends_it_and_adaptive_begins_it():
