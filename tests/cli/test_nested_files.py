@@ -9,7 +9,7 @@ from tokenyard.cli.bench_serve import _backend
 from tokenyard.cli.flags import all_settings, parse_tenants, read_config_file
 from tokenyard.cli.generate import _from_json
 from tokenyard.cost.profiles import load_profile
-from tokenyard.engine.text.tokenizer_files import read_json
+from tokenyard.engine.text.model_files import read_json
 from tokenyard.executor.mock import load_executor
 from tokenyard.server.parse.json_scan import plain_arguments
 

@@ -212,7 +212,7 @@ def test_a_policy_that_ends_or_stops_its_process_makes_way_for_fcfs(policy, monk
                 assert {reason for reason, _, _ in reading.ends().values()} == {"length"}
             counters = await manager.snapshot()
             assert counters["policy"] == "fcfs"
-            assert "as that may be why" in counters["policy_note"]
+            assert "as they may be why" in counters["policy_note"]
 
     asyncio.run(main())
     assert "starts again" in caplog.text

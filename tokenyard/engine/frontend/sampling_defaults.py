@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError, InvalidRequestError, SamplingParams
-from tokenyard.engine.text.tokenizer_files import read_json
+from tokenyard.engine.text.model_files import read_json
 
 SAMPLING_DEFAULTS = ("model", "openai")
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

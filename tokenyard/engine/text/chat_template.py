@@ -23,7 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenyard.base import ConfigError, ContextLengthError, InvalidRequestError
 from tokenyard.engine.text.chat_messages import Message, TemplateFeatures, normalize_messages, template_features
-from tokenyard.engine.text.tokenizer_files import read_json, special_tokens
+from tokenyard.engine.text.model_files import read_json
+from tokenyard.engine.text.tokenizer_files import special_tokens
 
 logger = logging.getLogger(__name__)
 

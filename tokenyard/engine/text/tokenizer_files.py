@@ -1,6 +1,5 @@
 """Tokenizers as they lie beside a model, set up as HF transformers sets them up."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,22 +7,10 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tokenyard.base import ConfigError
+from tokenyard.engine.text.model_files import read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} if there is no such file. Raises ConfigError for anything else in it."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
-    return content
 
 
 def token_text(value: Any) -> str:

@@ -35,7 +35,7 @@ from tokenyard.executor.runner import ModelExecutor
 
 PR_SET_PDEATHSIG = 1
 CPU_NICE = 5
-"""The niceness of rank 0 where the model runs on the CPU."""
+"""The same increment as MODEL_NICE in engine/processes/child.py."""
 
 
 class RankProcess:
