@@ -70,7 +70,7 @@ def executor(request):
 
 def two_processes(**size):
     pytest.importorskip("torch", reason="the package torch is not installed")
-    from tokenyard.executor.distributed.load import load_executor
+    from tokenyard.executor.distributed.distributed_loader import load_executor
 
     options = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_total_tokens": 256, "max_pool_rows": 4}
     executor = load_executor(str(DEMO_MODEL), **size, **options)

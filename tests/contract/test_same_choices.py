@@ -15,8 +15,8 @@ from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.proxy import Router
 from tokenyard.router.proxy_exchange import Exchange
 from tokenyard.router.router_settings import RouterSettings
-from tokenyard.routing.choice import POLICIES
 from tokenyard.routing.load import preempts_by
+from tokenyard.routing.policies import POLICIES
 from tokenyard.sim.fleet.fleet_settings import Fleet
 from tokenyard.sim.fleet.sim_router import SimRouter
 from tokenyard.sim.simulate import simulate

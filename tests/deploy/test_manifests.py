@@ -17,7 +17,7 @@ from tokenyard.router.admin_routes import OPEN_PATHS
 from tokenyard.router.router_metrics import RouterMetrics as RouterMetrics
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.workers import Workers
-from tokenyard.routing.index import PrefixIndex
+from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.server.metrics import prometheus as metrics
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ import pytest
 from tests.routing.choices import Taped
 from tokenyard.base import Request, SamplingParams
 from tokenyard.routing.balance import LOAD_BALANCE_METHODS, RankBalancer
-from tokenyard.routing.choice import make_policy, prompt_key
-from tokenyard.routing.index import token_prompt
 from tokenyard.routing.load import TargetLoad, TtftModel
+from tokenyard.routing.policies import make_policy, prompt_key
+from tokenyard.routing.prefix_index import token_prompt
 from tokenyard.sim.fleet.fleet_settings import Fleet
 from tokenyard.sim.fleet.sim_router import FleetLayout, RoutedRequest, SimRouter
 

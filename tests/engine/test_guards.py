@@ -15,7 +15,9 @@ from tests.engine.verb_calls import choose, replies, snapshot
 from tokenyard.base import ConfigError, SchedulerSettings, SetPolicy
 from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.scheduler_process.driver import Driver
-from tokenyard.engine.scheduler_process.health.guards import (
+from tokenyard.engine.scheduler_process.health.liveness import LoopState
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
+from tokenyard.engine.scheduler_process.health.user_code_guards import (
     MAX_VIOLATIONS,
     STALL_NS,
     WINDOW_CALLS,
@@ -23,8 +25,6 @@ from tokenyard.engine.scheduler_process.health.guards import (
     StallGuard,
     interrupt_after,
 )
-from tokenyard.engine.scheduler_process.health.liveness import LoopState
-from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.policy import Policy
 from tokenyard.tape.codec import Origin, Tape
 from tokenyard.tape.recorder import RecordingScheduler

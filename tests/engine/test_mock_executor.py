@@ -7,7 +7,7 @@ import pytest
 
 from tests.contract.plans import all_pages, chunk, decode, run
 from tokenyard.base import ConfigError, SamplingParams
-from tokenyard.executor.kv_check import KvMismatchError
+from tokenyard.executor.kv_ownership_check import KvMismatchError
 from tokenyard.executor.mock import load_executor
 
 PROMPT = [5, 6, 7, 8]

@@ -34,10 +34,10 @@ from tokenyard.engine.scheduler_process.attachments.priority import (
     create_priority_updates,
 )
 from tokenyard.engine.scheduler_process.driver import Driver
-from tokenyard.engine.scheduler_process.health.guards import MAX_VIOLATIONS, WINDOW_CALLS, ViolationCounter
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
 from tokenyard.engine.scheduler_process.health.slo_attainment import SloAttainment
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
+from tokenyard.engine.scheduler_process.health.user_code_guards import MAX_VIOLATIONS, WINDOW_CALLS, ViolationCounter
 from tokenyard.scheduler import Scheduler
 from tokenyard.tape.codec import Origin, Tape
 from tokenyard.tape.recorder import RecordingScheduler

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.executor.driver import Driver
 from tokenyard.base import ExecutorInfo
-from tokenyard.executor.attention.gathered import GatherAttention
+from tokenyard.executor.attention.reference import GatherAttention
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.decoder import Decoder

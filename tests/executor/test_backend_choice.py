@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenyard.base import ConfigError
-from tokenyard.executor import backends
+from tokenyard.executor import backend_choice
 from tokenyard.executor.attention.triton import available
 from tokenyard.executor.model_loader import read_folder_config
 
@@ -15,7 +15,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 def choose(folder, model_impl, attention_backend, device):
     config = read_folder_config(Path(folder("llama")))
-    return backends.choose_backends(model_impl, attention_backend, "none", config, torch.float32, device, 1)
+    return backend_choice.choose_backends(model_impl, attention_backend, "none", config, torch.float32, device, 1)
 
 
 @pytest.fixture

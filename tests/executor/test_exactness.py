@@ -57,7 +57,7 @@ def test_rows_sample_at_several_positions(make_driver, backend, case):
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypatch, attend, case, page_size):
     monkeypatch.setattr(
-        "tokenyard.executor.attention.gathered.choose_torch_attention", lambda device, spec: attend(spec)
+        "tokenyard.executor.attention.reference.choose_torch_attention", lambda device, spec: attend(spec)
     )
     run_chunks_beside_decodes(make_driver(case, page_size=page_size), case)
 
@@ -94,10 +94,10 @@ def test_long_prompts_in_chunks_of_any_size(make_driver, backend, case, chunk):
 @pytest.mark.parametrize("case", ["llama", "llama-odd", "mistral-window", "qwen2-window"])
 @pytest.mark.parametrize("chunk", [None, 50, 70])
 def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, chunk):
-    monkeypatch.setattr("tokenyard.executor.attention.gathered.MASK_ELEMENTS", 4000)
+    monkeypatch.setattr("tokenyard.executor.attention.reference.MASK_ELEMENTS", 4000)
     monkeypatch.setattr(MatmulAttention, "key_multiple", 24)
     monkeypatch.setattr(
-        "tokenyard.executor.attention.gathered.choose_torch_attention", lambda device, spec: attend(spec)
+        "tokenyard.executor.attention.reference.choose_torch_attention", lambda device, spec: attend(spec)
     )
     driver = make_driver(case, page_size=4)
     prompt = prompt_of(150, seed=3)
@@ -106,7 +106,7 @@ def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, ch
 
 def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypatch):
     # A token's keys and values in one layer of the tiny llama take 192 bytes.
-    monkeypatch.setattr("tokenyard.executor.attention.gathered.GATHER_BYTES", 192 * 150)
+    monkeypatch.setattr("tokenyard.executor.attention.reference.GATHER_BYTES", 192 * 150)
     driver = make_driver("llama")
     prompts = [prompt_of(length, seed=length) for length in (30, 33, 34, 41, 70)]
     sequences = [driver.start(prompt) for prompt in prompts]
@@ -135,7 +135,7 @@ def test_on_a_cpu_keys_attend_in_whole_blocks(make_driver, monkeypatch):
             return super().chunk(layer, q, k, v, start, mask)
 
     monkeypatch.setattr(
-        "tokenyard.executor.attention.gathered.choose_torch_attention", lambda device, spec: Watched(spec)
+        "tokenyard.executor.attention.reference.choose_torch_attention", lambda device, spec: Watched(spec)
     )
     driver = make_driver("llama")
     prompt = prompt_of(50, seed=1)

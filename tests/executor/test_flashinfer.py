@@ -13,7 +13,7 @@ from tests.executor.small_pool import run_all_kinds
 from tests.executor.test_windows import load, small_pools, yard_of  # noqa: F401
 from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor import backends
+from tokenyard.executor import backend_choice
 from tokenyard.executor.attention import flashinfer
 from tokenyard.executor.attention.flashinfer import FlashInferAttention, why_not
 from tokenyard.executor.model_loader import read_folder_config
@@ -25,7 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 def fake(monkeypatch):
     """As if the package were there and took the CPU, and heads and types of the tiny models."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
-    monkeypatch.setattr(backends, "flashinfer_why_not", lambda *_: "")
+    monkeypatch.setattr(backend_choice, "flashinfer_why_not", lambda *_: "")
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
 
 
@@ -88,4 +88,4 @@ def test_what_cannot_serve_is_told_in_one_line(folder, monkeypatch):
     assert "sinks" in why_not(CUDA, half, replace(config, sinks=True))
     for impl, device, word in (("auto", CPU, "CUDA device"), ("native", CUDA, "needs model_impl torch")):
         with pytest.raises(ConfigError, match=word):
-            backends.choose_backends(impl, "flashinfer", "none", config, half, device, 1)
+            backend_choice.choose_backends(impl, "flashinfer", "none", config, half, device, 1)

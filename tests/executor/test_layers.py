@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.contract.plans import chunk, decode
 from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import TokenyardError
-from tokenyard.executor.attention.gathered import PADDING_SHARE, PADDING_TOKENS, group_by_length
+from tokenyard.executor.attention.reference import PADDING_SHARE, PADDING_TOKENS, group_by_length
 from tokenyard.executor.future_map import DelayedSamplingRows, FutureMap
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.norm import RMSNorm

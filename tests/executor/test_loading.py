@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.distributed.tensor import TensorParallelShard
+from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.model_loader import (

@@ -13,7 +13,7 @@ from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.distributed import child_ranks, process_watch, rank0
-from tokenyard.executor.distributed.load import load_executor
+from tokenyard.executor.distributed.distributed_loader import load_executor
 from tokenyard.executor.distributed.rank_messages import RankReport, check_report
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 256, "max_pool_rows": 4}

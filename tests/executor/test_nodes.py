@@ -16,7 +16,7 @@ from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError
 from tokenyard.base.frames import HandshakeError
 from tokenyard.executor.distributed import node_connection
-from tokenyard.executor.distributed.load import load_executor
+from tokenyard.executor.distributed.distributed_loader import load_executor
 from tokenyard.executor.distributed.node_connection import (
     NodeEnded,
     NodeHeartbeat,

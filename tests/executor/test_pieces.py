@@ -8,7 +8,7 @@ import pytest
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, greedy, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.kv_check import KvMismatchError
+from tokenyard.executor.kv_ownership_check import KvMismatchError
 from tokenyard.executor.mock import load_executor as load_mock
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the test reads the pool's memory itself")

@@ -16,7 +16,7 @@ from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.distributed import process_watch
-from tokenyard.executor.distributed.load import load_executor as load_divided
+from tokenyard.executor.distributed.distributed_loader import load_executor as load_divided
 from tokenyard.executor.distributed.pipeline import PipelineStage
 from tokenyard.executor.model_loader import load_executor
 

@@ -18,8 +18,8 @@ from tests.matrix.test_grammar_exactness import DelayedYard
 from tokenyard.base import ConfigError, LogprobOptions, OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor import weights
-from tokenyard.executor.distributed.load import load_executor as load_divided
-from tokenyard.executor.distributed.tensor import kv_heads
+from tokenyard.executor.distributed.distributed_loader import load_executor as load_divided
+from tokenyard.executor.distributed.tensor_parallel import kv_heads
 from tokenyard.executor.model_loader import load_executor, read_folder_config
 from tokenyard.scheduler.row_state import Gate
 

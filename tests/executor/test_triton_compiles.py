@@ -20,7 +20,7 @@ from tokenyard.executor.attention.triton import attention_kernel as attend
 from tokenyard.executor.attention.triton import sampling_kernels as draw
 from tokenyard.executor.attention.triton import layer_kernels as layers
 from tokenyard.executor.sampling.top_k_top_p import Draws
-from tokenyard.executor.sampling.rows import SamplingRows
+from tokenyard.executor.sampling.sampling_batch import SamplingRows
 
 class Caught(Exception):
     pass

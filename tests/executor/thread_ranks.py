@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from tokenyard.executor.distributed.tensor import TensorParallelShard
+from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.model_loader import load_executor
 
 
@@ -35,7 +35,7 @@ class VirtualMember:
     def __init__(self, group, rank):
         self.group, self.rank = group, rank
 
-    def sum(self, part):
+    def all_reduce(self, part):
         parts = self.group.exchange(self.rank, part)
         total = parts[0].clone()
         for other in parts[1:]:

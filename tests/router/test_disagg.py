@@ -9,8 +9,8 @@ from tests.router.fakes import DONE, LAST, STREAM_HEAD, FakeWorker, answer, even
 from tokenyard.base import ConfigError
 from tokenyard.router.disagg_exchange import batch_size
 from tokenyard.router.workers import DECODE, PREFILL, Workers
-from tokenyard.routing.choice import PolicyOptions, RequestFeatures, make_policy
 from tokenyard.routing.load import TargetLoad
+from tokenyard.routing.policies import PolicyOptions, RequestFeatures, make_policy
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_port": 5600}
 

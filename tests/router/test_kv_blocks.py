@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenyard.base.blocks import block_digests
-from tokenyard.routing.index import BlockHashTranslator
+from tokenyard.routing.prefix_index import BlockHashTranslator
 
 TOKENS = list(range(1000, 1400))
 DIGESTS = block_digests(np.array(TOKENS, np.int32))

@@ -16,7 +16,7 @@ from tokenyard.config import DEMO_MODEL
 from tokenyard.engine.scheduler_process.attachments.kv_events import KvEventPublisher
 from tokenyard.router.kv_event_subscriber import KvEventSubscriber, KvEventSubscriptions
 from tokenyard.router.router_settings import RouterSettings
-from tokenyard.routing.index import PrefixIndex
+from tokenyard.routing.prefix_index import PrefixIndex
 
 TOKENS = list(range(128))
 DIGESTS = block_digests(np.array(TOKENS, np.int32))

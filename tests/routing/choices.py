@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from tokenyard.routing.choice import Ranking, RequestFeatures, RoutePolicy
 from tokenyard.routing.load import TargetLoad
+from tokenyard.routing.policies import Ranking, RequestFeatures, RoutePolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState as UvicornState
 
-from tokenyard.server.http import protocol
+from tokenyard.server.http import uvicorn_protocol
 from tokenyard.server.http.connections import MIN_BODY_BYTES_PER_S, SCARCE_FACTOR, ConnectionLimits, ConnectionSweeper
-from tokenyard.server.http.protocol import MAX_HEADER_BYTES, HttpProtocol
 from tokenyard.server.http.streaming import HttpResponse, read_body
+from tokenyard.server.http.uvicorn_protocol import MAX_HEADER_BYTES, HttpProtocol
 
 LIMITS = ConnectionLimits()
 HEAD = b"POST /generate HTTP/1.1\r\n"
@@ -22,7 +22,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
 
 @pytest.fixture(autouse=True)
 def no_lingering(monkeypatch):
-    monkeypatch.setattr(protocol, "LINGER_S", 0.001)
+    monkeypatch.setattr(uvicorn_protocol, "LINGER_S", 0.001)
 
 
 class Transport:
@@ -111,7 +111,7 @@ def test_a_long_head_that_comes_all_at_once_is_refused_too(sent, behind):
 
 
 def test_a_client_that_still_sends_gets_the_refusal_and_no_reset(monkeypatch):
-    monkeypatch.setattr(protocol, "LINGER_S", 0.5)
+    monkeypatch.setattr(uvicorn_protocol, "LINGER_S", 0.5)
 
     def ask(address):
         with socket.create_connection(address) as client:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tokenyard.base import ConfigError
-from tokenyard.routing.choice import POLICY_NAMES
+from tokenyard.routing.policies import POLICY_NAMES
 from tokenyard.sim.kv.disagg_settings import MODES, PREFETCH_POLICIES, DisaggSettings, KvStoreSettings
 from tokenyard.sim.kv.transfer_figures import transfer_figures
 from tokenyard.sim.outcome import Outcome

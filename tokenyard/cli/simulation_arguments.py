@@ -23,7 +23,7 @@ from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.cli.kv_arguments import add_disagg_arguments, add_kv_store_arguments, disagg_settings, kv_store_settings
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
-from tokenyard.routing.choice import POLICY_NAMES
+from tokenyard.routing.policies import POLICY_NAMES
 from tokenyard.sim.engine.presets import preset, preset_names
 from tokenyard.sim.engine.speculation import Speculation
 from tokenyard.sim.fleet.fleet_settings import Fleet, read_fleet

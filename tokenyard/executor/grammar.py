@@ -276,9 +276,10 @@ class GrammarRows:
         return max(known, 1)
 
     def drafts(self, pool_row: int, proposed: Int32Array, max_drafts: int) -> tuple[Int32Array, bool]:
-        """Drafts for a row, int32[n], of those that are `proposed` what its grammar allows, or up to `max_drafts`
-        tokens that it forces if these are more; and whether it forces any. A row without a grammar has what is
-        proposed.
+        """Drafts for a row (int32[n]), and whether its grammar forces any of them.
+
+        They are the `proposed` tokens that the grammar allows, or up to `max_drafts` tokens that it forces if these are
+        more (SGLang's jump-forward decoding, verified as drafts). Without a grammar they are the proposed ones.
         """
         matcher = self._matchers.get(pool_row)
         if matcher is None:

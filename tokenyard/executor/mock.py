@@ -31,7 +31,7 @@ from tokenyard.base import (
 )
 from tokenyard.cost import find_profile
 from tokenyard.executor.drafter import accepted_runs
-from tokenyard.executor.kv_check import AdapterCheck, KvCheck, UInt64Array, history_marks, mix
+from tokenyard.executor.kv_ownership_check import AdapterCheck, KvCheck, UInt64Array, history_marks, mix
 
 NEVER_EOS = int(np.iinfo(np.int64).max)
 DEFAULT_POOL_TOKENS = 65536

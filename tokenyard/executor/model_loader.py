@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
-from tokenyard.executor.backends import (
+from tokenyard.executor.backend_choice import (
     BackendChoice,
     choose_backends,
     load_layers,

@@ -14,15 +14,15 @@ import orjson
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from tokenyard.on_ray.replica_listeners import replicas_changed
-from tokenyard.routing.choice import DEFAULT_POLICY, RequestFeatures, make_policy, prefix_key, text_key
 from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
+from tokenyard.routing.policies import DEFAULT_POLICY, RequestFeatures, make_policy, prefix_key, text_key
 
 BYTES_PER_TOKEN = 4
 SESSION_HEADER = b"x-session-id"
 
 
 class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as `routing.choice` does. Load is what was sent from here, or more where the engine says so."""
+    """Ranks replicas as `routing.policies` does. Load is what was sent from here, or more where the engine says so."""
 
     def initialize_state(self, policy: str = DEFAULT_POLICY) -> None:
         """Serve's hook: `policy` is one of `tokenyard route --policy`."""

@@ -16,9 +16,9 @@ from tokenyard.router.router_metrics import RouterMetrics
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.router_sync import RouterSync
 from tokenyard.router.workers import Target, Worker, Workers
-from tokenyard.routing.choice import PolicyOptions, Ranking, RequestFeatures, RoutePolicy, make_policy
-from tokenyard.routing.index import PrefixIndex
 from tokenyard.routing.load import DispatchedRequest
+from tokenyard.routing.policies import PolicyOptions, Ranking, RequestFeatures, RoutePolicy, make_policy
+from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.routing.queue import QueueEntry, WaitingQueue
 
 OVERLOADED = frozenset({429, 503})

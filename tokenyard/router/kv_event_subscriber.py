@@ -17,7 +17,7 @@ import zmq.asyncio
 from tokenyard.base import ConfigError
 from tokenyard.router.dispatch import Dispatcher
 from tokenyard.router.workers import Target
-from tokenyard.routing.index import BlockHashTranslator, PrefixIndex
+from tokenyard.routing.prefix_index import BlockHashTranslator, PrefixIndex
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from tokenyard.router.stream_continuation import (
 )
 from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
 from tokenyard.router.workers import Target
-from tokenyard.routing.choice import Ranking, RequestFeatures
 from tokenyard.routing.load import DispatchedRequest
+from tokenyard.routing.policies import Ranking, RequestFeatures
 from tokenyard.routing.queue import QueueEntry
 
 log = logging.getLogger(__name__)

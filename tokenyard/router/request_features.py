@@ -12,8 +12,8 @@ import orjson
 
 from tokenyard.base import Int32Array, InvalidRequestError
 from tokenyard.base.blocks import root_digest
-from tokenyard.routing.choice import KEY_BYTES, prefix_key
-from tokenyard.routing.index import Prompt, text_prompt, token_prompt
+from tokenyard.routing.policies import KEY_BYTES, prefix_key
+from tokenyard.routing.prefix_index import Prompt, text_prompt, token_prompt
 
 BYTES_PER_TOKEN = 4.0
 RANK_FIELDS = ("data_parallel_rank", "routed_dp_rank")

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tokenyard.router.workers import Workers
-from tokenyard.routing.choice import REASONS
-from tokenyard.routing.index import PrefixIndex
+from tokenyard.routing.policies import REASONS
+from tokenyard.routing.prefix_index import PrefixIndex
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STATES = ("starting", "healthy", "unhealthy", "draining")
@@ -27,7 +27,7 @@ class RouterMetrics:
     reported_tokens: prompt tokens of responses that report their cached tokens.
     predicted_tokens: how many of them the router predicted to be cached.
     cached_tokens: how many of them were cached.
-    reasons: choices by `routing.choice.REASONS`.
+    reasons: choices by `routing.policies.REASONS`.
     errors: errors of the router by code.
     statuses: responses of workers by HTTP status.
     ttft_counts: streams per bucket of `TTFT_BUCKETS_S`, and beyond the last.

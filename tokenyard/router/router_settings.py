@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tokenyard.base.declare import check_declared, check_rules, setting
 from tokenyard.base.ranges import ANY_COUNT, MAX_SECONDS, POSITIVE_COUNT, SHARE, NumberRange
-from tokenyard.routing.choice import (
+from tokenyard.routing.policies import (
     BALANCE_ABS_THRESHOLD,
     BALANCE_REL_THRESHOLD,
     CACHE_THRESHOLD,

@@ -14,8 +14,8 @@ import msgspec
 
 from tokenyard.base import ConfigError
 from tokenyard.router.workers import Workers
-from tokenyard.routing.choice import RequestFeatures, RoutePolicy
-from tokenyard.routing.index import Digest, PrefixIndex
+from tokenyard.routing.policies import RequestFeatures, RoutePolicy
+from tokenyard.routing.prefix_index import Digest, PrefixIndex
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from tokenyard.base import ConfigError
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.stream_continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS
 from tokenyard.router.worker_connection import ConnectionPool, WorkerUrl
-from tokenyard.routing.index import PrefixIndex
 from tokenyard.routing.load import TargetLoad, TtftModel, preempts_by, target_has_capacity
+from tokenyard.routing.prefix_index import PrefixIndex
 
 MAX_RANKS = 1024
 PREFILL, DECODE = "prefill", "decode"

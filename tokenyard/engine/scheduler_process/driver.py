@@ -36,12 +36,12 @@ from tokenyard.engine.scheduler_process.attachments.kv_events import KvEventPubl
 from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadClient
 from tokenyard.engine.scheduler_process.attachments.lora import LORA_VERBS, LoraLoader
 from tokenyard.engine.scheduler_process.attachments.priority import PriorityUpdates
-from tokenyard.engine.scheduler_process.health.guards import STALL_NS, StallGuard
 from tokenyard.engine.scheduler_process.health.incidents import Incidents
 from tokenyard.engine.scheduler_process.health.liveness import PRIORITY_FUNCTION, LoopState
 from tokenyard.engine.scheduler_process.health.profiler import StepProfile
 from tokenyard.engine.scheduler_process.health.step_history import StepHistory
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
+from tokenyard.engine.scheduler_process.health.user_code_guards import STALL_NS, StallGuard
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.tape.recorder import Core
 

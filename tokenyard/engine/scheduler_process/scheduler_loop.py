@@ -35,7 +35,7 @@ EXECUTORS = {"torch": "tokenyard.executor.model_loader", "mock": "tokenyard.exec
 DP_ATTENTION = "tokenyard.executor.distributed.dp_attention"
 """The same for data-parallel ranks that share MLPs; the function takes `meeting`, the rendezvous socket."""
 
-DISTRIBUTED = "tokenyard.executor.distributed.load"
+DISTRIBUTED = "tokenyard.executor.distributed.distributed_loader"
 """The same for a model over several ranks; the function takes `tp_size` and `pp_size` as well."""
 
 

@@ -24,7 +24,7 @@ from tokenyard.executor.distributed.process_group import Rendezvous, TorchProces
 from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, STOPPED_AFTER_S, STOPPED_STATES, state_of
 from tokenyard.executor.distributed.rank_messages import RankReport, RankSocket, check_report
 from tokenyard.executor.distributed.step_barrier import Participant, StepBarrier
-from tokenyard.executor.distributed.tensor import DpAttentionShard
+from tokenyard.executor.distributed.tensor_parallel import DpAttentionShard
 from tokenyard.executor.layers.parallel import DpTokenRange
 from tokenyard.executor.model_loader import load_executor as load_part
 from tokenyard.executor.models.model_backend import TorchModel

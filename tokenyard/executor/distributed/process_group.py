@@ -32,7 +32,7 @@ class Rendezvous(msgspec.Struct):
 class ProcessGroup(Protocol):
     """The ranks of a model, as one of them sees the others."""
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' tensors of this shape, the same bits at every rank; `part` may be changed."""
 
     def broadcast_from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -73,9 +73,9 @@ class TorchProcessGroup:
             except RuntimeError as error:
                 raise self._failed(error) from error
         # The connections are made by the first exchange.
-        self.sum(torch.zeros(1, device=device))
+        self.all_reduce(torch.zeros(1, device=device))
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks; see ProcessGroup."""
         try:
             self._group.allreduce([part]).wait()

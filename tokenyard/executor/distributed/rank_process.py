@@ -27,7 +27,7 @@ from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, P
 from tokenyard.executor.distributed.rank_messages import AgreedNumPages, RankReport, RankSetup, RankSocket, decode_step
 from tokenyard.executor.distributed.shared_kv import layout_of, pool_memory
 from tokenyard.executor.distributed.shm_broadcast import RingReader, SharedMemory
-from tokenyard.executor.distributed.tensor import TensorParallelShard
+from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.forward_batch import build_batch
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.model_backend import TorchModel

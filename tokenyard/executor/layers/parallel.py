@@ -38,7 +38,7 @@ class AllReducedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute this rank's share and take the sum: the same bits at every rank."""
-        return self._group.sum(self._part(x))
+        return self._group.all_reduce(self._part(x))
 
 
 class VocabParallelEmbedding:
@@ -56,7 +56,7 @@ class VocabParallelEmbedding:
         places = token_ids - self._first
         elsewhere = (places < 0) | (places >= len(self._rows))
         found = self._rows[places.masked_fill_(elsewhere, 0)]
-        return self._group.sum(found.masked_fill_(elsewhere[:, None], 0.0))
+        return self._group.all_reduce(found.masked_fill_(elsewhere[:, None], 0.0))
 
 
 class ParallelLMHead:
@@ -127,7 +127,7 @@ class DpAttentionMlp:
         own = slice(self._places.first, self._places.first + len(x))
         everyone = x.new_zeros(self._places.total, x.shape[1])
         everyone[own] = x
-        return self._group.sum(self._part(self._group.sum(everyone)))[own]
+        return self._group.all_reduce(self._part(self._group.all_reduce(everyone)))[own]
 
 
 class DpAttentionComm:

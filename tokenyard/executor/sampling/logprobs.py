@@ -12,7 +12,7 @@ import torch
 
 from tokenyard.base import RowLogprobs, StepPlan
 from tokenyard.executor.forward_batch import samples_of, to_device
-from tokenyard.executor.sampling.rows import LOGPROBS, SamplingRows
+from tokenyard.executor.sampling.sampling_batch import LOGPROBS, SamplingRows
 
 PIECE_POSITIONS = 256
 """Prompt positions whose logits are computed at once, to bound memory."""

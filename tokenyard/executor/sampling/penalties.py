@@ -5,7 +5,7 @@ import torch
 
 from tokenyard.base import Int32Array, RowStart
 from tokenyard.executor.forward_batch import to_device
-from tokenyard.executor.sampling.rows import SamplingRows
+from tokenyard.executor.sampling.sampling_batch import SamplingRows
 
 FIRST_CAPACITY = 8
 

@@ -9,7 +9,7 @@ from tokenyard.executor.forward_batch import to_device, upload
 from tokenyard.executor.grammar import VocabMasks
 from tokenyard.executor.sampling import top_k_top_p
 from tokenyard.executor.sampling.penalties import Penalties
-from tokenyard.executor.sampling.rows import EDITED, MIN_P, PENALISED, RANDOM, RANKED, SamplingRows
+from tokenyard.executor.sampling.sampling_batch import EDITED, MIN_P, PENALISED, RANDOM, RANKED, SamplingRows
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -9,7 +9,7 @@ import torch
 
 from tokenyard.base import Int32Array
 from tokenyard.executor.sampling.noise import uniform
-from tokenyard.executor.sampling.rows import SamplingRows
+from tokenyard.executor.sampling.sampling_batch import SamplingRows
 
 Int64Array = npt.NDArray[np.int64]
 

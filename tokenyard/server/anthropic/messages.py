@@ -13,6 +13,7 @@ from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.openai.chat_output import has_tool_calls
 from tokenyard.server.openai.completions import prepare_chat, run_events
+from tokenyard.server.parse.argument_types import loads_lenient
 from tokenyard.server.parse.events import (
     ContentText,
     Event,
@@ -21,7 +22,6 @@ from tokenyard.server.parse.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from tokenyard.server.parse.typed import loads_lenient
 from tokenyard.server.prompts import chat_prompt, check_chat_body
 from tokenyard.server.protocol import ChatRequest, parse_body
 

@@ -73,7 +73,7 @@ def _open_files() -> int:
 
 
 class Connection(Protocol):
-    """What `ConnectionSweeper` needs of a connection; `server.http.protocol.HttpProtocol` implements it."""
+    """What `ConnectionSweeper` needs of a connection; `server.http.uvicorn_protocol.HttpProtocol` implements it."""
 
     transport: Any
 

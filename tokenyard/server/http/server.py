@@ -15,7 +15,7 @@ import uvicorn
 from tokenyard.base import ConfigError
 from tokenyard.server.http.app import create_app
 from tokenyard.server.http.connections import ConnectionLimits, ConnectionSweeper
-from tokenyard.server.http.protocol import HttpProtocol
+from tokenyard.server.http.uvicorn_protocol import HttpProtocol
 from tokenyard.server.state import ServerState
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from tokenyard.base.version import __version__
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.native.control_routes import Body, State
 from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion, run_events
+from tokenyard.server.parse.argument_types import loads_lenient
 from tokenyard.server.parse.events import ContentText, Event, ParsedToolCall, ReasoningText
-from tokenyard.server.parse.typed import loads_lenient
 from tokenyard.server.prompts import check_chat_body
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, parse_body
 from tokenyard.server.state import ServerState

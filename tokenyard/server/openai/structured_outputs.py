@@ -14,9 +14,9 @@ import orjson
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.server.openai.schema_size import check_size
+from tokenyard.server.parse.argument_types import is_text
 from tokenyard.server.parse.format import OutputFormat, ToolCallShape
 from tokenyard.server.parse.output_style import OutputStyle
-from tokenyard.server.parse.typed import is_text
 from tokenyard.server.protocol import OpenAIFields, SamplingFields
 
 MAX_GRAMMAR_CHARS = 2_000_000

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from tokenyard.server.parse.typed import loads_lenient
+from tokenyard.server.parse.argument_types import loads_lenient
 
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')

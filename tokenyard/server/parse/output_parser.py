@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from tokenyard.server.parse.argument_types import as_json, is_text, parameter_schema
 from tokenyard.server.parse.events import (
     ContentText,
     Event,
@@ -22,7 +23,6 @@ from tokenyard.server.parse.events import (
 from tokenyard.server.parse.format import OutputFormat, Region
 from tokenyard.server.parse.json_scan import SPACE, ObjectScan, ToolCallPiece, ValueScan, plain_arguments
 from tokenyard.server.parse.pythonic import ListScan, read_calls
-from tokenyard.server.parse.typed import as_json, is_text, parameter_schema
 
 SEPARATORS = SPACE + ",;[]"
 PLAIN: dict[str, type[ContentText] | type[ReasoningText]] = {"content": ContentText, "reasoning": ReasoningText}

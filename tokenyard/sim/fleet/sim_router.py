@@ -15,9 +15,9 @@ import numpy as np
 from tokenyard.base import NS_PER_S, Finish, Request, SchedulerSettings
 from tokenyard.base.blocks import BLOCK_TOKENS
 from tokenyard.routing.balance import Assignment
-from tokenyard.routing.choice import KEY_BYTES, PolicyOptions, RequestFeatures, make_policy, prefix_key, splitmix64
-from tokenyard.routing.index import BlockHashTranslator, PrefixIndex, Prompt, token_prompt
 from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel, preempts_by, target_has_capacity
+from tokenyard.routing.policies import KEY_BYTES, PolicyOptions, RequestFeatures, make_policy, prefix_key, splitmix64
+from tokenyard.routing.prefix_index import BlockHashTranslator, PrefixIndex, Prompt, token_prompt
 from tokenyard.routing.queue import QueueEntry, WaitingQueue
 from tokenyard.sim.engine.sim_scheduler import NEVER_NS
 from tokenyard.sim.fleet.dp_ranks import EngineRanks, limits_rank, refused

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from tokenyard.base import NS_PER_S
-from tokenyard.routing.index import Prompt, token_prompt
+from tokenyard.routing.prefix_index import Prompt, token_prompt
 from tokenyard.sim.fleet.fleet_settings import Fleet
 from tokenyard.sim.fleet.sim_router import FleetLayout, Refuse, RoutedRequest, Send, SimRouter, SimRouting
 from tokenyard.sim.kv.disagg_settings import DisaggSettings

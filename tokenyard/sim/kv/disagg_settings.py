@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tokenyard.base import ConfigError
 from tokenyard.cost import Link
 from tokenyard.disagg.protocol import Timeouts
-from tokenyard.routing.choice import DEFAULT_POLICY, KvUsage, make_policy
+from tokenyard.routing.policies import DEFAULT_POLICY, KvUsage, make_policy
 
 PREFETCH_POLICIES = ("timeout", "wait_complete", "best_effort")
 GB, MB = 10**9, 10**6

@@ -10,8 +10,13 @@ import time
 from collections import deque
 
 from tokenyard.base import NS_PER_S, Request, TokenBatch, Update
-from tokenyard.engine.scheduler_process.health.guards import Clock, StalledError, ViolationCounter, interrupt_after
 from tokenyard.engine.scheduler_process.health.slo_attainment import SloAttainment
+from tokenyard.engine.scheduler_process.health.user_code_guards import (
+    Clock,
+    StalledError,
+    ViolationCounter,
+    interrupt_after,
+)
 from tokenyard.policy.priority_function import PriorityFunction, SystemView, load_priority_function, to_boost
 from tokenyard.tape.recorder import Core
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenyard.routing.index import ENTRY_BYTES, PrefixIndex, text_prompt, token_prompt
+from tokenyard.routing.prefix_index import ENTRY_BYTES, PrefixIndex, text_prompt, token_prompt
 
 
 def chain(*parts):

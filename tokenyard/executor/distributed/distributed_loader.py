@@ -8,7 +8,7 @@ import torch
 from tokenyard.executor.distributed.pipeline import PipelineExecutor, PipelineStage
 from tokenyard.executor.distributed.rank0 import ModelRanks, Rank0Executor, TensorParallelExecutor
 from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig
-from tokenyard.executor.distributed.tensor import TensorParallelShard
+from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.model_loader import load_executor as load_part
 from tokenyard.executor.runner import ModelExecutor
 

@@ -2,7 +2,8 @@ import pytest
 
 from tests.routing.choices import Choice, Taped
 from tokenyard.base import ConfigError
-from tokenyard.routing.choice import (
+from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
+from tokenyard.routing.policies import (
     CACHED,
     COLD,
     POLICIES,
@@ -15,7 +16,6 @@ from tokenyard.routing.choice import (
     rendezvous,
     text_key,
 )
-from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
 
 SPEED = TtftModel()
 

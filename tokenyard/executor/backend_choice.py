@@ -10,8 +10,8 @@ from tokenyard.base import ConfigError
 from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec, FusedKvWriteAttention
 from tokenyard.executor.attention.flashinfer import FlashInferAttention
 from tokenyard.executor.attention.flashinfer import why_not as flashinfer_why_not
-from tokenyard.executor.attention.gathered import GatherAttention
 from tokenyard.executor.attention.hybrid import HybridAttention, HybridFusedKvWriteAttention
+from tokenyard.executor.attention.reference import GatherAttention
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
