@@ -1,9 +1,11 @@
 """What applications notice: `python -m benchmarks.applications [fork | schemas | first | hostile]`.
 
-fork: how many tokens of prompts a fork of 8 computes in the frontend language, beside eight programs without one.
+fork: how many tokens of prompts a fork of 8 computes in the frontend language, compared with eight programs
+without one.
 schemas: the time from a schema that is new to the first mask, for the tools of BFCL; with `--peer PYTHON` also by
-xgrammar, in an environment of its own. first: the time to the first token over HTTP, with no schema, one that is new
-and one that is known. hostile: the pace of 16 plain streams alone, and beside costly grammars.
+xgrammar, in its own environment.
+first: the time to the first token over HTTP, with no schema, a new one and a known one.
+hostile: the pace of 16 plain streams alone, and together with costly grammars.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What each class of requests sees on a real server with the demo model, when somebody else wants all of it.
+"""What each class of requests sees on a real server with the demo model, when other clients overload it.
 
 Three scenes, each under several settings of the scheduler:
-- a few interactive requests beside a flood of batch requests,
+- a few interactive requests during a flood of batch requests,
 - three tenants, one of which floods,
 - three priorities over a KV pool that is too small for them.
 
-For each group of requests: how many were sent and were answered within the time, the time to first token (who still
-waits at the end counts with the wait so far), the share with a first token within a second, the mean time per further
-token, and the output tokens a second.
+For each group of requests: how many were sent and were answered within the time, the time to first token (a request
+that still waits at the end counts with its wait so far), the share with a first token within a second, the mean time
+per further token, and the output tokens a second.
 
 Run: python benchmarks/classes_served.py [--short]
 """

@@ -2,7 +2,7 @@
 
 The workload of the SGLang 0.5.7 figures it is compared with (660 us at 256 rows: update of the running batch, worker
 batch, result processing and stream output, pickling): 60 decode steps, prompts of 512 tokens of which 256 are one of
-eight system prompts, page size 1, no stop strings, nobody waiting. Prints thread CPU time per step.
+eight system prompts, page size 1, no stop strings, no waiting requests. Prints thread CPU time per step.
 
 Run: python benchmarks/decode_step.py
 """

@@ -1,4 +1,4 @@
-"""A conversation that goes on after its server was restarted: cached tokens and time to the first token, with KV on
+"""A conversation that continues after its server was restarted: cached tokens and time to the first token, with KV on
 disk and without.
 
 The model has the shape of SmolLM2-135M and random weights. A first server answers a prompt and is stopped; a second

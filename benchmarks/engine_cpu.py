@@ -1,7 +1,7 @@
 """CPU cost of a whole engine per token and process: 256 answers at once over the mock executor, 5 ms a step.
 
 The API process here only reads the deltas; the HTTP server's own cost is in http_streaming.py. Prints also how long
-a step took on the wall beside the 5 ms of the pretend device, and the CPU share of each process when idle.
+a step took in wall time, next to the 5 ms of the mock device, and the CPU share of each process when idle.
 
 Run: python benchmarks/engine_cpu.py
 """

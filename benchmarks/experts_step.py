@@ -1,4 +1,4 @@
-"""What a step of decodes over a mixture of experts costs beside the bytes of the experts that it touches.
+"""What a step of decodes over a mixture of experts costs, compared with reading the bytes of the experts that it uses.
 
 One layer of experts with drawn weights, as many rows as a batch has tokens, by the native kernels and by torch. The
 floor of a batch is what reading the weights of the experts it chose takes at the speed at which one product reads: a

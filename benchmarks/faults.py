@@ -1,7 +1,7 @@
 """What happens when things break under many streams, on the mock executor. Prints one row for each fault.
 
 The server must recover from all faults but its own end with all its pages, and from a killed or stopped scheduler or
-detokenizer with all its answers. A killed server cannot say a word; its children go.
+detokenizer with all its answers. A killed server sends no errors; its child processes exit.
 Where all clients hang up at once, "last end" is the time until no KV is held for them (target 1 s).
 
 Run: python -m benchmarks.faults

@@ -4,7 +4,7 @@
 
 The engines compute with one thread each and share the cores of this machine with each other, the router and the
 client. So a step takes longer the more of them work, and costs that one engine has alone say nothing. Therefore each
-measured burst stands between two calibration bursts of other requests and of the same size, which keep all engines busy
+measured burst runs between two calibration bursts of other requests and of the same size, which keep all engines busy
 in the same way. From the tapes of all engines in these two come the costs of a step, their mean error (`Profile.error`,
 "the stated error" here) and the host's time. Nothing is learnt from the measured burst itself.
 

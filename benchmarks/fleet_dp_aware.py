@@ -2,11 +2,11 @@
 
     python -m benchmarks.fleet_dp_aware [--conversations 384] [--concurrency 1,2,4,...] [--jobs N]
 
-So many clients, which begin within ten seconds, hold one conversation after the other, each turn as soon as the last
-one has ended. Off: the engine's ranks take requests in turn, as SGLang's data-parallel controller does. On: the router
-chooses the rank, by what its cache should hold. Beside it W7: the same traffic on 8 engines of one rank, which should
-equal 8 ranks of one engine. Exits with 1 if p95 of the time to first token gains less than 14 %, the least of the
-write-up, at any concurrency.
+`--concurrency` clients, which start within ten seconds, hold one conversation after the other, each turn as soon as the
+last one has ended. Off: the engine's ranks take requests in turn, as SGLang's data-parallel controller does. On: the
+router chooses the rank, by what its cache should hold. For comparison W7: the same traffic on 8 engines of one rank,
+which should equal 8 ranks of one engine. Exits with 1 if p95 of the time to first token gains less than 14 %, the least
+of the write-up, at any concurrency.
 """
 
 import argparse

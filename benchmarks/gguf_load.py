@@ -1,7 +1,7 @@
 """How long a GGUF file of 0.6 billion weights takes from its name to an executor that can run it.
 
 Writes a file of Qwen3-0.6B's shape with drawn bits (any bits of a kind mean some numbers) and loads it; the file is
-written whole, so it lies in memory when it is read. Kinds: Q8_0, Q4_K, Q6_K and others of the gguf package.
+written whole, so it is in the page cache when it is read. Kinds: Q8_0, Q4_K, Q6_K and others of the gguf package.
 
 Run: python benchmarks/gguf_load.py [--kind Q4_K] [--layers 28] [--folder /tmp]   (about 1 GB of disk for Q8_0)
 """

@@ -1,4 +1,4 @@
-"""Goodput: how many requests meet their targets on the recorded traces, against the goals, and what that costs whom.
+"""Goodput: how many requests meet their targets on the recorded traces, against the goals, and which requests pay.
 
     python -m benchmarks.goodput            all goals, Mooncake over five seeds (about ten minutes on two cores)
     python -m benchmarks.goodput --short    one seed, Azure at the scales of the goals only (under two minutes)

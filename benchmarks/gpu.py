@@ -13,7 +13,7 @@ setproctitle and rich too, and the comparison transformers.
 The floor of a decode step is the time to read all weights and the KV of all rows once, at the bandwidth of a large
 copy measured in the same run; the floor of a prefill is the time of its products, attention's among them, at the rate
 of a large product. The device's idle share is one minus the time it works (profiler) over the wall time of a step. Each
-figure that has a target stands beside it. The same requests go to transformers' continuous batching too, and a cost
+figure with a target is printed next to it. The same requests go to transformers' continuous batching too, and a cost
 profile of each shape is written, for `simulate --profile` and `serve --cost-profile`.
 """
 

@@ -1,9 +1,9 @@
 """What grammars cost: `python -m benchmarks.grammar_cost`.
 
 First what a mask costs, for 1 to 256 rows: for answers that are the first of their grammar, and for later ones, whose
-matchers know its masks. Then the time of a step with 256 rows that all have a grammar, beside one with none, where the
-device takes `--step-ms` (a pretended one, so that what hides behind it is seen). The vocabulary is the demo model's,
-padded to `--vocab`; pass `--tokenizer FOLDER` for another one.
+matchers know its masks. Then the time of a step with 256 rows that all have a grammar, compared with one with none,
+where the mock device takes `--step-ms` (so that overlapped work is hidden behind it). The vocabulary is the demo
+model's, padded to `--vocab`; pass `--tokenizer FOLDER` for another one.
 """
 
 import argparse

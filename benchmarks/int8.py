@@ -1,8 +1,8 @@
 """What int8 weights cost and gain: `python -m benchmarks.int8 [--text FILE] [--shape smol qwen]`.
 
 Price: the perplexity of the demo model on `--text` (plain text or gzip; windows of 256 tokens), and how far the logits
-of random weights of each shape move, as a share of their spread. Gain: the fastest step of each kind, with weights as
-they are and with int8, by turns in one run. Prints one line of JSON for each result.
+of random weights of each shape move, as a share of their spread. Gain: the fastest step of each kind, with unquantized
+and with int8 weights, alternating in one run. Prints one line of JSON for each result.
 """
 
 import argparse

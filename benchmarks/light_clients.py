@@ -1,8 +1,8 @@
-"""Clients of a streaming server in a process of their own, as cheap as they can be: they stand for other machines.
+"""Clients of a streaming server in a separate process, as cheap as possible: they represent clients on other machines.
 
-Plain sockets and one epoll. The process looks at them every `ROUND_S` and takes whatever has come, so that it reads
-every stream about once a step and leaves the cores to the server; a token counts from the moment it is read here, so
-what the server sends late or this process reads late is late alike. Of each piece only the end is looked at: the last
+Plain sockets and one epoll. The process polls them every `ROUND_S` and reads what has arrived, so that it reads every
+stream about once a step and leaves the cores to the server; a token counts from the moment it is read here, so what the
+server sends late or this process reads late is late in the same way. Only the end of each piece is parsed: the last
 whole chunk names how many tokens the stream has had.
 """
 

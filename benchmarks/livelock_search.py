@@ -1,8 +1,8 @@
-"""Searches for livelocks: random programs on the scheduler core, until so many events were handled.
+"""Searches for livelocks: random programs on the scheduler core, until `--events` events were handled.
 
 An event is a verb of the scheduler: what arrives, a plan that is asked for, a commit. Each program has random settings,
-a small pool, one to three plans in flight and a few requests with cancels, pauses and changes between; what a run must
-keep stands in `tests/scheduler/program_runs.py`. Prints counts, every seed that breaks a bound, and for each kind of
+a small pool, one to three plans in flight and a few requests with cancels, pauses and changes between; the invariants
+of a run are in `tests/scheduler/program_runs.py`. Prints counts, every seed that breaks a bound, and for each kind of
 failure the first ones shrunk to a small program.
 
 Run: python -m benchmarks.livelock_search [--events 10000000] [--seed 0] [--shrink 3] [--one SEED]

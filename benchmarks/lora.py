@@ -1,4 +1,4 @@
-"""What LoRA adapters cost a step: rows with adapters beside rows without, by turns in one process.
+"""What LoRA adapters cost a step: rows with adapters compared with rows without, alternating in one process.
 
 Run from the repository root: `python -m benchmarks.lora [--shape qwen] [--batches 1 8 32] [--rank 16] [--adapters 8]`.
 Random weights and adapters of all seven projections, fixed contexts over random slots, no scheduler and no sampling. Of

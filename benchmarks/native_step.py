@@ -1,4 +1,4 @@
-"""Where the time of a native step goes: phase by phase, beside what the machine allows.
+"""Where the time of a native step goes: phase by phase, compared with the limits of the machine.
 
 Run from the repository root: `python -m benchmarks.native_step [--shape qwen] [--batches 1 8 32] [--prefill 512]`.
 Builds the library once more with timers in it (the package's own has none), unless TOKENYARD_NATIVE_LIBRARY names one.

@@ -3,7 +3,7 @@
 Run from the repository root: `python -m benchmarks.offline_vs_transformers`. The shape of SmolLM2-135M in bfloat16, 32
 requests of 512 prompt tokens and 128 new ones by default, all different. Ours is the whole engine, scheduler and prefix
 cache included; transformers gets all requests as one batch without padding. Both decode greedily to the last token.
-Each side has a process of its own, as idle threads of the one would slow the other down; they run in turn. Prints
+Each side has its own process, as idle threads of the one would slow the other down; they run in turn. Prints
 medians and their ratio.
 """
 

@@ -1,4 +1,4 @@
-"""What taking answers apart costs: `python -m benchmarks.parse_cost`. Prints microseconds for each piece of text."""
+"""What parsing answers costs: `python -m benchmarks.parse_cost`. Prints microseconds for each piece of text."""
 
 import time
 

@@ -7,7 +7,7 @@ devices, the same settings (policy slo, prefix cache on) and the same traffic. G
 at which 90 % of the first few hundred requests of a trace meet their targets, found by bisection over the speed of the
 trace. Every split of the engines is tried at 100 Gbit/s, the best one at the other speeds as well (so the rates of both
 sides are matched as far as whole engines can), and with engines that decide for each request (mode both). Figures do
-not depend on the load of the machine. `--found` keeps what was found, so that a search that was broken off goes on.
+not depend on the load of the machine. `--found` keeps what was found, so that an interrupted search resumes.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Decode and prefill of a whole engine on a CPU: ours through the offline `LLM`, and peers beside it in one command.
+"""Decode and prefill of a whole engine on a CPU: ours through the offline `LLM`, and peers in the same command.
 
 Run from the repository root: `python -m benchmarks.peers [--shapes smol qwen] [--threads 2]
 [--vllm /tmp/vllm/bin/python] [--llamacpp /tmp/llama/bin/python]`. Random weights of the shape of SmolLM2-135M (or
 Qwen2.5-0.5B) in bfloat16, prompts of 512 random tokens, 128 new ones, greedy, nothing cached. The scheduler, the
 sampler and the sockets' stand-ins of the offline engine are in the figures, as vLLM's own are in vLLM's; llama.cpp is
-driven by its low-level interface, with no scheduler. Peers live in environments of their own, see peer_vllm.py and
+driven by its low-level interface, with no scheduler. Peers have their own environments, see peer_vllm.py and
 peer_llamacpp.py. Engines run one after the other, and each figure is the best of its rounds, as other work on the
 machine only ever adds time.
 

@@ -5,7 +5,7 @@
 Each case draws traffic, targets and prices. Brute force simulates every kind of fleet with every number of replicas up
 to `--most`, over the same seeds, and takes the cheapest that meets the target on average. Prints a line per case, and
 exits with 1 unless the planner is right in nine of ten: the same price, and the same number of devices. The planner
-looks at parts of a trace from `--shortest` requests on, where it usually takes 1,500: so small traces have parts, too.
+simulates parts of a trace from `--shortest` requests on, where it usually takes 1,500: so small traces have parts, too.
 """
 
 import argparse

@@ -3,12 +3,12 @@
     python benchmarks/policies.py [tenants] [locality] [overload] [headroom] [silos] [adaptive] [--short]
 
 One H100 with Llama-3-8B in the simulator. tenants: one of four floods; how far apart are two that both wait, and what
-does it cost the others (bound: Sheng et al. 2024)? locality: tenants with system prompts of their own; what does
+does it cost the others (bound: Sheng et al. 2024)? locality: tenants with their own system prompts; what does
 fairness cost in throughput (DLPM, Cao et al. 2025)? overload: bursts beyond capacity with three classes; does the
 top class notice, and does the low one get its turn within the bound of aging? headroom: long answers and a small pool;
-how many preemptions does each rule of admission save? silos: three classes with targets of their own, in bursts; how
+how many preemptions does each rule of admission save? silos: three classes with their own targets, in bursts; how
 many devices does it take to keep each class at 99 %, apart and together (Niyama, Goel et al. 2025)? adaptive: a day of
-traffic that shifts, cut to half an hour (with --short to six minutes); does looking ahead find what suits it?
+traffic that shifts, cut to half an hour (with --short to six minutes); do forecasts find the policy that suits it?
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Does any policy cost the device time? 256 requests run and 2,000 wait, on the mock executor with steps of 10 ms.
 
-Each client sends its next request as soon as one is answered, with a prefix that many share, and a tenant, priority,
-service class and routing key of its own. They stand for other machines, so they live in one process of a lower
+Each client sends its next request as soon as one is answered, with a prefix that many share, and its own tenant,
+priority, service class and routing key. They represent other machines, so they run in one process of a lower
 priority that does as little as it can (see light_clients.py). The policy is changed while they run (`POST
 /v1/scheduler`); for each, over a window: the steps that the device did against those it could have done, the tokens
 that clients received against those it could have made with 256 running, for streams that ended in it the time from the

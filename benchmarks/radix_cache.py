@@ -1,4 +1,4 @@
-"""Time the prefix tree on a fixed workload, beside SGLang's figures for the same one.
+"""Time the prefix tree on a fixed workload, next to SGLang's figures for the same one.
 
     python benchmarks/radix_cache.py [--page-size 1] [--sequences 1000,20000] [--eviction-policy lru]
 

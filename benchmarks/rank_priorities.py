@@ -1,11 +1,11 @@
 """Whether the most urgent requests overtake all others at every rank of an engine, however busy it is.
 
 Starts `tokenyard serve --dp-size N --enable-priority-scheduling` on the mock executor with steps of one length. Urgent
-requests (priority 20) come at the same times in two rounds: alone, and beside others (priority 0) that arrive ten times
-as fast and long, so that every rank has more than it can run. Prints one JSON line for each round with the time to the
-first token of the urgent ones, and whether the goal is met: with load the 99th percentile is at most 1.2 times that
-without plus one step. Steps do not overlap here, as on a CPU: with overlap a request whose place another one must give
-up first waits for the steps in flight as well.
+requests (priority 20) come at the same times in two rounds: alone, and together with others (priority 0) that arrive
+ten times as fast and long, so that every rank has more than it can run. Prints one JSON line for each round with the
+time to the first token of the urgent ones, and whether the goal is met: with load the 99th percentile is at most 1.2
+times that without plus one step. Steps do not overlap here, as on a CPU: with overlap a request whose place another one
+must give up first waits for the steps in flight as well.
 
 Run: python -m benchmarks.rank_priorities [--ranks 4] [--seconds 20]
 """

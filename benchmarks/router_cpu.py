@@ -1,4 +1,4 @@
-"""What a router costs, ours beside sglang-router and smg in one run: the same mock workers, the same load.
+"""What a router costs, ours, sglang-router and smg in one run: the same mock workers, the same load.
 
 For each router: CPU per request (200 bytes and 16 KB), CPU per streamed chunk, median times at one connection against
 the worker itself, the time to the first byte of a paced stream, memory for 10,000 distinct prompts of 4 KB, and 1,000

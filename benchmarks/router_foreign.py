@@ -1,4 +1,4 @@
-"""The router in front of other people's engines: two of each kind, unmodified, with the demo model.
+"""The router in front of other engines: two of each kind, unmodified, with the demo model.
 
 With --vllm, first vLLM's own code reads the KV events of an engine of ours. For each kind it then sends completions,
 chats and streams through the router, kills one engine while streams run, starts it again, and counts what was lost,

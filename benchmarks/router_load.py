@@ -1,5 +1,5 @@
-"""Mock workers and a load generator for measuring routers: raw protocols, so that they cost little beside what is
-measured.
+"""Mock workers and a load generator for measuring routers: raw protocols, so that they cost little compared with what
+is measured.
 
 As a module of its own it is the worker: `python -m benchmarks.router_load PORT...` answers on these ports at once, or
 with a stream of `chunks` events `gap_ms` apart where the body asks for one.

@@ -1,6 +1,6 @@
 """What drawing tokens costs a step: `python -m benchmarks.sampling`.
 
-Random logits, rows whose settings are alike, by torch and by the native kernels of this machine, by turns in one run.
+Random logits, rows with equal settings, by torch and by the native kernels of this machine, alternating in one run.
 Prints the fastest of a few rounds in milliseconds for each vocabulary, number of rows and setting, and the ratio.
 """
 

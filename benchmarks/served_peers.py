@@ -1,12 +1,12 @@
-"""Our server beside vLLM's CPU server, as users feel it: `python -m benchmarks.served_peers --vllm PYTHON`.
+"""Our server and vLLM's CPU server, as clients see them: `python -m benchmarks.served_peers --vllm PYTHON`.
 
 Both serve a checkpoint of SmolLM2-135M's shape with random weights in bfloat16, with two threads, and get the same
 requests from the same client: a slice of the Azure conversation trace, lengths and arrivals, longest lengths cut to
-`--longest`. Prompts are random ids, drawn anew for each run, so that nothing is cached. vLLM's capacity is what it
+`--longest`. Prompts are random ids, drawn again for each run, so that nothing is cached. vLLM's capacity is what it
 answers a second when all requests come at once, until three quarters have their answer (the last long ones run alone);
-each server then gets the slice at shares of it, the arrivals stretched alike. Ours runs with `fcfs` and with `slo`, so
-that speed and scheduling are told apart. Targets: `--ttft-ms` and `--tpot-ms`, for all.
-Prints one line of JSON for each server and load. Without `--vllm` ours alone is measured, by its own capacity.
+each server then gets the slice at shares of it, the arrivals stretched equally. Ours runs with `fcfs` and with `slo`,
+so that speed and scheduling can be distinguished. Targets: `--ttft-ms` and `--tpot-ms`, for all. Prints one line of
+JSON for each server and load. Without `--vllm` ours alone is measured, by its own capacity.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Does the server keep a fast device busy? 256 streams on the mock executor with steps of 10 ms.
 
 Counts, over a window in which all streams run: the steps that the device did against those it could have done, and
-the tokens that clients received against those it could have made. Then, over short streams beside many long ones, the
+the tokens that clients received against those it could have made. Then, over short streams among many long ones, the
 time from the commit of a request's last token, which the answer names, to its arrival at the client. Overlap and normal
 loops run one after the other.
 

@@ -9,7 +9,7 @@ the same ones for every setting. The targets are absolute: a first token as 70 %
 is served first, and one and a half times the time per further token that 90 % of them had. With closer targets few
 requests of the slow settings keep them, and a goodput hangs on which ones.
 
-The speed of a machine changes. So runs are short, each setting has a server of its own which is calibrated by one more
+The speed of a machine changes. So runs are short, each setting has its own server which is calibrated by one more
 burst of other requests before and after every measured run, and a run is simulated with the costs and the host time
 that the tape has of the two bursts around it; nothing else is learnt from the server, and nothing from the measured
 run. No burst comes twice, for steps of shapes that were there before are faster. How much the machine changed its speed

@@ -7,7 +7,7 @@ Vidur, at a lower load on the same kind of machine: about 145 requests/s. The tr
 given with --trace; without one, made-up traffic of the same rate and lengths is used, and the table says so.
 
 --day repeats the trace until a day holds a million requests (11.6 a second on average) and prints speed and memory on
-the way. What becomes of each request is kept, some 50 bytes in columns, which the system provides as they are filled;
+the way. The result of each request is kept, some 50 bytes in columns, whose memory the system provides as they fill;
 anything else that grew would show. It takes about ten minutes; with --limit it is the first N requests of that day.
 """
 

@@ -1,4 +1,4 @@
-"""Prompt-lookup speculation on real texts: tokens a second with it and without, by turns, through the offline `LLM`.
+"""Prompt-lookup speculation on real texts: tokens a second with it and without, alternating, through the offline `LLM`.
 
 Run from the repository root: `python -m benchmarks.speculation [--pairs 8] [--batches 1 8 64]`. The model has random
 weights of the shape of SmolLM2-135M in bfloat16 and computes every step in full; only what it samples is replaced by

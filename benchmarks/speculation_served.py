@@ -6,7 +6,8 @@ Run from the repository root: `python -m benchmarks.speculation_served [--execut
 Bursts, calibrations and targets are those of `benchmarks.simulated_vs_served`: each measured burst is simulated with
 the step costs, the host time and the marks of drafts (which were right, and of which tokens there were none) that the
 tape has of the bursts before and after it, which are of other requests. The mock executor keeps to the cost profile of
-an H100 and is told how many of its drafts are right; the demo model computes, and drafts come from prompt lookup.
+an H100 and is configured with the share of drafts that are right; the demo model computes, and drafts come from prompt
+lookup.
 
 A target cuts through many answers that are close to it: with fcfs, from which the targets come, 30 % of the first
 tokens are late by construction, and a few per cent of time move many requests across. So a goodput is the mean over

@@ -1,4 +1,4 @@
-"""Plans for benchmarks of an executor by itself: rows of equal length, no scheduler."""
+"""Plans for benchmarks of an executor alone: rows of equal length, no scheduler."""
 
 import numpy as np
 

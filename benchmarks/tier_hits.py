@@ -1,4 +1,4 @@
-"""How much of the prompts comes from the prefix cache and the tiers below it, beside what an ideal cache would hold.
+"""How much of the prompts comes from the prefix cache and the KV store, compared with an ideal cache.
 
     python -m benchmarks.tier_hits [--sizes-gb 75 340 1250] [--tiers disk,host] [--requests N] [--found FILE.json]
 
@@ -7,8 +7,8 @@ virtual time: figures do not depend on the load of the machine, and a size takes
 a tier of that size that a load always pays from; `disk` one at the profile's bandwidth, where the server's cost model
 chooses between loading and computing. The reference is a plain LRU cache of blocks of 512 tokens (requests one after
 another, at once; only an unbroken match from the left counts; the deepest block of a request leaves first; answers are
-not cached), as large as the tier and as large as tier and device together. `--found` keeps what was found, so that a
-run that was broken off goes on.
+not cached), as large as the tier and as large as tier and device together. `--found` keeps what was found, so that
+an interrupted run resumes.
 """
 
 import argparse

@@ -3,14 +3,14 @@
     python benchmarks/vllm_fidelity.py [--folder FOLDER] [--workload FILE --run FOLDER] [--json OUT]
 
 The cost terms are fitted to the times of half of the requests and judged on the other half, which the fit has not seen:
-once with every other request, once with the earlier ones foretelling the later ones (which end in small batches that
-the earlier ones never saw). The record holds times per request, no steps, so the fit runs the simulator to see
-which steps an answer spans, and solves for terms that give the spans their recorded length, from values that the
-device's data sheet suggests. Errors are those of the distribution: the
-simulated p50 against the recorded p50, and so on; `tpot` is the mean relative error over requests. vLLM 0.19 plans a
-step ahead, and so does the simulated engine. Where the record is of several engines side by side (data parallel), so
-many are simulated, which get requests in turn. vLLM stamps a request as queued between two steps (in these records 23
-and 27 ms on average after the client's own stamp), so a short TTFT is recorded shorter than it was.
+once with every other request, once with the earlier ones predicting the later ones (which end in small batches that the
+earlier ones never saw). The record holds times per request, no steps, so the fit runs the simulator to see which steps
+an answer spans, and solves for terms that give the spans their recorded length, from values that the device's data
+sheet suggests. Errors are those of the distribution: the simulated p50 against the recorded p50, and so on; `tpot` is
+the mean relative error over requests. vLLM 0.19 plans a step ahead, and so does the simulated engine. Where the record
+is of several data-parallel engines, as many are simulated, and they get requests in turn. vLLM stamps a request as
+queued between two steps (in these records 23 and 27 ms on average after the client's own stamp), so a short TTFT is
+recorded shorter than it was.
 """
 
 import argparse

@@ -13,7 +13,7 @@ _HOMES = {"LLM": "tokenyard.offline", "SamplingParams": "tokenyard.offline", "__
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for only then, so that `import tokenyard` stays light and imports nothing of its rooms."""
+    """Import a public name on first use, so that `import tokenyard` loads none of its subpackages."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,6 +1,6 @@
 """The server's API in this process, without a socket: for batch files, and as a back end of `tokenyard.lang`.
 
-There is one way from a request's body to its answer, whether it comes over HTTP or from here.
+A request takes the same path through the application whether it comes over HTTP or from here.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ def server_options(settings: Settings) -> ServerOptions:
 
 
 class LocalApi:
-    """All paths of the server over an `LLM`. Any event loop may ask; the work is done on the LLM's own.
+    """All paths of the server over an `LLM`. Callable from any event loop; the work runs on the LLM's own loop.
 
-    It is a `lang.Transport`: `lang.set_default_backend(LocalApi(llm).backend())`.
+    Implements `lang.Transport`: `lang.set_default_backend(LocalApi(llm).backend())`.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -59,13 +59,13 @@ class LocalApi:
         return lang.Endpoint(transport=self)
 
     async def whole(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        """(status, body) of an answer. `body` is what the request says, as JSON takes it."""
+        """(status, body) of an answer. `body` is the request's body, as a JSON value."""
         async with self.ask(method, path, body) as answer:
             return answer.status, b"".join([piece async for piece in answer.pieces])
 
     @asynccontextmanager
     async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[lang.HttpAnswer]:
-        """Ask for an answer, whose pieces may come as they are made. Leaving before its end cancels the request."""
+        """Send a request; the pieces of its answer may arrive as they are produced. Leaving early cancels it."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
         request = {"type": "http.request", "body": b"" if body is None else orjson.dumps(body), "more_body": False}
         unread = [request]
@@ -73,7 +73,7 @@ class LocalApi:
         async def receive() -> dict[str, Any]:
             if unread:
                 return unread.pop()
-            # The client does not hang up; leaving cancels the work instead.
+            # There is no disconnect to report: leaving the context cancels the work instead.
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -112,7 +112,7 @@ class LocalApi:
 
 
 async def _pieces(news: "asyncio.Queue[dict[str, Any] | None]", work: "Future[None]") -> AsyncIterator[bytes]:
-    """The pieces of a body. Raises what the server failed with."""
+    """The pieces of a body. Raises the server's error if it failed."""
     while (message := await news.get()) is not None:
         if message.get("body"):
             yield message["body"]

@@ -1,4 +1,4 @@
-"""Generation without a server: `LLM` runs an engine in this process, behind the front that the server has."""
+"""Generation without a server: `LLM` runs an engine in this process, behind the server's `TokenizerManager`."""
 
 import asyncio
 import atexit
@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 
 class SamplingParams(base.SamplingParams):
-    """How tokens are chosen and when to stop: the fields of `base.SamplingParams`, as a caller may state them.
+    """How tokens are sampled and when to stop: the fields of `base.SamplingParams`, in the forms a caller may give.
 
-    `max_tokens` is another name for `max_new_tokens`, one `stop` string needs no list, and without a `seed` each
-    request draws one, so that equal prompts get different answers where sampling is not greedy.
+    `max_tokens` is another name for `max_new_tokens`, and `stop` may be a single string. Without a `seed` each request
+    draws one, so that equal prompts get different answers unless sampling is greedy.
     """
 
     def __init__(
@@ -66,7 +66,11 @@ class SamplingParams(base.SamplingParams):
 
 @dataclass(slots=True)
 class Completion:
-    """One answer. `finish_reason` is stop, length or abort; `matched` is the token or string that stopped it."""
+    """One answer (vLLM's `CompletionOutput`).
+
+    finish_reason: stop, length or abort.
+    matched: the token or string that stopped it.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -76,7 +80,10 @@ class Completion:
 
 @dataclass(slots=True)
 class Generation:
-    """All answers to one prompt. `latency_s` counts from submission to the end of the last answer."""
+    """All answers to one prompt (vLLM's `RequestOutput`).
+
+    latency_s: seconds from submission to the end of the last answer.
+    """
 
     prompt: Prompt
     completions: list[Completion]
@@ -90,7 +97,7 @@ class Generation:
         return self.completions[0].text
 
     def add(self, delta: OutputDelta) -> None:
-        """Take in news of one answer. Raises InvalidRequestError or OverloadedError for one that did not come about."""
+        """Apply an update of one answer. Raises InvalidRequestError or OverloadedError if the answer was refused."""
         answer, finish = self.completions[delta.index], delta.finish
         answer.text += delta.text
         answer.token_ids += delta.token_ids
@@ -104,13 +111,15 @@ class Generation:
 
 
 class LLM:
-    """A model in this process. Use it as a context manager, or call `close`. Any thread may call its methods.
+    """A model in this process (vLLM's `LLM`, SGLang's `Engine`). Use it as a context manager, or call `close`.
+
+    Any thread may call its methods.
 
     `model` is a folder (the demo model if absent); `settings` are fields of `tokenyard.config.Settings`, such as
     device="cpu" or schedule_policy="lpm". Raises ConfigError for settings or a model that cannot work.
 
     Prompts are texts, token ids or conversations. Where a method takes sampling params, fields of `SamplingParams` may
-    be given by name as well: they count instead of the params' own, or of the model's defaults where there are none.
+    be given by name as well: they override the params' own, or the model's defaults if there are no params.
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
@@ -126,13 +135,13 @@ class LLM:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> "LLM":
-        """An LLM with settings that are made already."""
+        """An LLM with existing `Settings`."""
         llm = cls.__new__(cls)
         llm._start(settings)
         return llm
 
     def _start(self, settings: Settings) -> None:
-        """Load the model, and begin to serve it from a thread with an event loop."""
+        """Load the model, and serve it from a thread with an event loop."""
         set_library_environment()
         self.settings = with_model_folder(settings)
         self._defaults = read_sampling_defaults(self.settings.model_path, self.settings.sampling_defaults)
@@ -148,10 +157,10 @@ class LLM:
         atexit.register(self.close)
 
     def _run_loop(self, config: EngineConfig, started: "Future[TokenizerManager]") -> None:
-        """Run `_serve` on an event loop of its own.
+        """Run `_serve` on a new event loop.
 
-        `asyncio.run` would start a thread at the end, to wait for those of its pool. A program that does not call
-        `close` gets there when the interpreter ends and refuses new threads.
+        `asyncio.run` starts a thread at the end to join its pool. In a program that does not call `close`, that happens
+        at exit, when the interpreter refuses new threads.
         """
         loop = asyncio.new_event_loop()
         try:
@@ -175,17 +184,17 @@ class LLM:
 
     @property
     def manager(self) -> TokenizerManager:
-        """The engine's front, whose coroutines must be given to `run`."""
+        """The engine's request interface. Pass its coroutines to `run`."""
         return self._manager
 
     @property
     def info(self) -> ExecutorInfo:
-        """What the loaded model is like."""
+        """The properties of the loaded model and its executor."""
         return self._manager.info
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, None where token ids go in and come out."""
+        """The tokenizer, None if prompts and answers are token ids."""
         return self._manager.tokenizer
 
     @property
@@ -194,7 +203,7 @@ class LLM:
         return bool(self._manager.template_sources)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """Sampling parameters with the model's defaults, and `given` fields of `SamplingParams` in place of them."""
+        """Sampling parameters with the model's defaults, overridden by the `given` fields of `SamplingParams`."""
         return SamplingParams(**{**self._defaults, **given})
 
     def generate(
@@ -205,9 +214,9 @@ class LLM:
         lora_path: str | Sequence[str | None] | None = None,
         **sampling: Any,
     ) -> list[Generation]:
-        """Answer all prompts, in their order. They run side by side.
+        """Answer all prompts concurrently; the answers are in the order of the prompts.
 
-        `sampling_params` is one for all or one for each, and so is `lora_path`, the name of an adapter. Raises
+        `sampling_params` and `lora_path` (the name of an adapter) are one for all or one for each. Raises
         InvalidRequestError for a prompt that cannot run, and cancels the others.
         """
         futures = self.submit(prompts, sampling_params, lora_path=lora_path, **sampling)
@@ -248,7 +257,7 @@ class LLM:
         lora_path: str | None = None,
         **sampling: Any,
     ) -> Iterator[OutputDelta]:
-        """Answer one prompt piece by piece, as tokens come. Closing the iterator before its end cancels the request.
+        """Stream the answer to one prompt as tokens arrive. Closing the iterator before its end cancels the request.
 
         Raises InvalidRequestError for a prompt that cannot run.
         """
@@ -282,7 +291,7 @@ class LLM:
     ) -> "list[Future[Generation]]":
         """Start all prompts and return a future for each; cancelling one before its end cancels its request.
 
-        Raises InvalidRequestError for what is no prompt; other things that are wrong with one are found by its future.
+        Raises InvalidRequestError for a value that is not a prompt; any other error is raised by the prompt's future.
         """
         many = _as_prompts(prompts)
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
@@ -302,14 +311,14 @@ class LLM:
         self.run(self._manager.adapters.load(name, os.fspath(folder))).result()
 
     def unload_adapter(self, name: str) -> None:
-        """Take no further requests for an adapter, and free it once those that it has have ended.
+        """Refuse new requests for an adapter, and free it once its open requests have ended.
 
         Raises InvalidRequestError if there is none of that name.
         """
         self.run(self._manager.adapters.unload(name)).result()
 
     def close(self) -> None:
-        """Stop, end open requests with EngineDeadError and give back the device. Done at exit if it was not before."""
+        """Stop, end open requests with EngineDeadError and release the device. Runs at exit if not called before."""
         atexit.unregister(self.close)
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
@@ -355,7 +364,7 @@ class LLM:
         return SamplingParams(**{**stated, **given})
 
     def _spec(self, prompt: Prompt, params: base.SamplingParams, *, stream: bool = False) -> GenerateReqInput:
-        """What the engine is asked; a conversation is still to be rendered. Raises InvalidRequestError."""
+        """The request for the engine; a conversation is rendered later. Raises InvalidRequestError."""
         stated = {item.name: getattr(params, item.name) for item in fields(params)}
         seed = stated.pop("seed")
         try:

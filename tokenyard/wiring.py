@@ -1,4 +1,4 @@
-"""From settings to what an engine must know: the model's folder, and the engine's own settings."""
+"""Derives the model's folder and the engine's configuration from the settings."""
 
 import os
 import socket
@@ -21,13 +21,13 @@ from tokenyard.policy.registry import create_policy
 
 MAX_CONTEXT_TOKENS = 1 << 20
 TEST_NET = "192.0.2.1"
-"""An address that belongs to nobody (RFC 5737)."""
+"""An address that is assigned to no host (RFC 5737, documentation)."""
 
 
 def with_model_folder(settings: Settings) -> Settings:
-    """Effective settings with the model's folder in place of its name on the hub, downloaded if need be.
+    """Effective settings with the model's folder in place of its name on the hub, downloaded if necessary.
 
-    Raises ConfigError for settings that contradict each other and for a model that is not there.
+    Raises ConfigError for settings that contradict each other and for a model that cannot be found.
     """
     chosen = settings.effective()
     own_tokenizer = chosen.tokenizer_path == chosen.model_path and not chosen.skip_tokenizer_init
@@ -41,10 +41,10 @@ def with_model_folder(settings: Settings) -> Settings:
 
 
 def engine_config(settings: Settings) -> EngineConfig:
-    """What the engine must know, from effective settings. Raises ConfigError for names that do not exist."""
+    """The engine's configuration from effective settings. Raises ConfigError for unknown names."""
     if settings.node_rank:
         raise ConfigError("--node-rank is for `tokenyard serve`: only node 0 has a scheduler")
-    # The engine takes the context length from the loaded model; here it only must not be in the way.
+    # The engine takes the context length from the loaded model; the value here only has to be large enough.
     scheduler = settings.scheduler_settings(context_length=settings.context_length or MAX_CONTEXT_TOKENS)
     create_policy(scheduler.schedule_policy, scheduler)
     get_eviction_policy(scheduler.radix_eviction_policy)
@@ -91,7 +91,7 @@ def engine_config(settings: Settings) -> EngineConfig:
 
 
 def make_nodes_config(settings: Settings) -> NodesConfig:
-    """The machines of a divided model, and which of them this is."""
+    """The nodes of a divided model, and the index of this node."""
     host, port = split_address(settings.dist_init_addr) or ("", 0)
     return NodesConfig(
         *(settings.nnodes, settings.node_rank, host, port),
@@ -120,7 +120,7 @@ def executor_options(settings: Settings, adapters: Mapping[str, str]) -> dict[st
 
 
 def events_topic(settings: Settings) -> str:
-    """The topic of KV events, with what stands for the server's address and model filled in."""
+    """The topic of KV events, with the placeholders for the server's address and model filled in."""
     topic = settings.kv_events_topic
     if "{ip}" in topic:
         topic = topic.replace("{ip}", os.environ.get("POD_IP") or own_address(settings.host))

@@ -1,1 +1,1 @@
-"""Load generation: data sets, the client that sends them at drawn times, and the table of what came back."""
+"""Load generation: data sets, the client that sends requests at drawn times, and the table of results."""

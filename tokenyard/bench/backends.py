@@ -42,7 +42,7 @@ class RequestBackend(Protocol):
     path: str
 
     def body(self, prompt: DatasetRow) -> dict[str, Any]:
-        """The request's body. Raises ConfigError for content that this kind does not take."""
+        """The request's body. Raises ConfigError for content that this kind does not accept."""
 
     def read(self, event: dict[str, Any], answer: RequestFuncOutput) -> int:
         """Read an event into `answer`; returns the number of tokens in it."""
@@ -50,7 +50,7 @@ class RequestBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What is the same in every request."""
+    """The fields that all requests share."""
 
     model: str
     ignore_eos: bool

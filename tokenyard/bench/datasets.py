@@ -16,15 +16,17 @@ from tokenyard.sim.traces.workload import Workload
 PromptContent = str | list[int] | list[dict[str, Any]]
 
 REFIT_ROUNDS = 4
-"""Random tokens joined to text seldom tokenize back into the same number; so often the text is cut or extended."""
+"""How often random text is cut or extended: text of random tokens seldom tokenizes back to as many tokens."""
 
 
 @dataclass(slots=True)
 class DatasetRow:
     """One request of a benchmark.
 
-    `content` is text, token ids or messages; `prompt_tokens` is 0 where only the server can count. `arrival_s` is the
-    time in the recording, None if there is none. `extra` goes into the request's body as it is.
+    content: text, token ids or messages.
+    prompt_tokens: 0 if only the server can count them.
+    arrival_s: time in the recording, None if it has none.
+    extra: further fields of the request's body, sent unchanged.
     """
 
     content: PromptContent
@@ -133,7 +135,7 @@ def shared_prefix(vocabulary: Vocabulary, shape: SharedPrefix, rng: np.random.Ge
 def mooncake(vocabulary: Vocabulary, path: Path, count: int, seed: int) -> list[DatasetRow]:
     """The first `count` requests of a Mooncake trace; prompts that share blocks there share tokens here.
 
-    Raises ConfigError for a file that is no such trace.
+    Raises ConfigError for a file that is not such a trace.
     """
     workload: Workload = read_trace(path, "mooncake").limited(count)
     ordinary = vocabulary.ordinary

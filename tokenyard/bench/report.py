@@ -36,7 +36,7 @@ def write_bench_page(
     facts: Mapping[str, str],
     notes: Sequence[str],
 ) -> None:
-    """Write the page of a run. `numbers` are those of `summarize`; `facts` say what was run."""
+    """Write the page of a run. `numbers` are those of `summarize`; `facts` describe the run."""
     good = [answer for answer in run.answers if not answer.error]
     sections = [
         Section("Result", tables=[_throughputs(numbers), _latencies(numbers)], notes=notes),
@@ -68,7 +68,7 @@ def _latencies(numbers: Mapping[str, Any]) -> Table:
 
 
 def _misses(run: BenchResult, targets: Targets) -> list[Table]:
-    """Requests that failed or were beyond a target, in all and by class."""
+    """Requests that failed or missed a target, in total and by class."""
     classes = sorted({answer.service_class for answer in run.answers})
     groups: dict[str, list[RequestFuncOutput]] = {"all": list(run.answers)}
     if len(classes) > 1:

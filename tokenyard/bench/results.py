@@ -52,12 +52,12 @@ class Targets:
         return cls(most)
 
     def beyond(self, name: str, answer: RequestFuncOutput) -> bool:
-        """Whether an answer that came whole was beyond the target `name`."""
+        """Whether a complete answer missed the target `name`."""
         time = None if answer.error else _MEASURES[name](answer)
         return time is not None and time * MS > self.max_ms[name]
 
     def met(self, answer: RequestFuncOutput) -> bool:
-        """Whether an answer came whole and within all targets."""
+        """Whether an answer is complete and met all targets."""
         return not answer.error and not any(self.beyond(name, answer) for name in self.max_ms)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def spread(name: str, seconds: Sequence[float], *, with_max: bool = False) -> di
 
 
 def peak_tokens_per_s(answers: Sequence[RequestFuncOutput]) -> float:
-    """The most tokens that came within one second of the run's clock."""
+    """The most tokens that arrived within one second of the run's clock."""
     arrived = [(a.sent_s + at_s, tokens) for a in answers for at_s, tokens in a.arrivals]
     if not arrived:
         return 0.0
@@ -130,7 +130,7 @@ def peak_tokens_per_s(answers: Sequence[RequestFuncOutput]) -> float:
 
 
 def peak_concurrency(answers: Sequence[RequestFuncOutput]) -> int:
-    """The most requests that were on their way at once."""
+    """The most requests in flight at the same time."""
     edges = [(a.sent_s, 1) for a in answers] + [(a.sent_s + a.latency_s, -1) for a in answers]
     steps = np.cumsum([change for _, change in sorted(edges)])
     return int(steps.max()) if len(steps) else 0

@@ -125,7 +125,7 @@ def append_line(path: Path, numbers: Mapping[str, Any]) -> None:
     """Add one JSON line to a file. Raises ConfigError if that fails."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            # Infinity, which a rate may be, is no JSON.
+            # A rate may be infinity, which JSON cannot represent.
             file.write(json.dumps({**numbers, "request_rate": str(numbers.get("request_rate", "offline"))}) + "\n")
     except OSError as error:
         raise ConfigError(f"--output-file {path} cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""OpenAI's batch files: a line is a request with an id of its own, and so is its answer."""
+"""OpenAI's batch files: one request per input line and one answer per output line, matched by `custom_id`."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from tokenyard.offline import LLM
 from tokenyard.server.http.api_keys import ADMIN_PATHS, ADMIN_PREFIX
 
 AT_ONCE = 1024
-"""Requests that are open side by side; the scheduler decides how many of them run."""
+"""Requests open at the same time; the scheduler decides how many of them run."""
 
 BatchLine = dict[str, Any]
 
@@ -24,7 +24,7 @@ def is_batch_line(content: Any) -> bool:
 
 
 def check_batch_line(content: BatchLine, where: str) -> BatchLine:
-    """The line as it is. Raises ConfigError for one that is no request."""
+    """Return the line unchanged. Raises ConfigError if it is not a valid request."""
     if not isinstance(content.get("custom_id"), str):
         raise ConfigError(f"{where}: custom_id must be a string, by which its answer is found")
     if content.get("method", "POST") != "POST" or not isinstance(content["url"], str):
@@ -33,13 +33,13 @@ def check_batch_line(content: BatchLine, where: str) -> BatchLine:
         raise ConfigError(f"{where}: body must be an object, without stream")
     path = _path(content["url"])
     if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
-        # One that pauses the engine would let the whole file wait for ever.
+        # A line that pauses the engine would block the whole file.
         raise ConfigError(f"{where}: {path} steers a server; a batch asks for answers only")
     return content
 
 
 def check_ids(lines: Sequence[BatchLine]) -> None:
-    """Raise ConfigError for an id that stands on two lines."""
+    """Raise ConfigError if two lines have the same id."""
     seen: set[str] = set()
     for line in lines:
         if line["custom_id"] in seen:
@@ -48,12 +48,12 @@ def check_ids(lines: Sequence[BatchLine]) -> None:
 
 
 def _path(url: str) -> str:
-    """The path of a URL, which may be a path alone."""
+    """The path of a URL. A bare path is returned unchanged."""
     return "/" + url.split("://", 1)[1].partition("/")[2] if "://" in url else url
 
 
 def answer_batch(llm: LLM, lines: Sequence[BatchLine], output: TextIO) -> int:
-    """Answer all lines, each written as it is done; returns how many failed."""
+    """Answer all lines and write each answer when it completes; returns how many failed."""
     failed = asyncio.run(_answer_all(LocalApi(llm), lines, output))
     print(f"{len(lines) - failed} requests answered, {failed} failed", file=sys.stderr)
     return failed

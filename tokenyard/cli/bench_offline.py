@@ -1,4 +1,4 @@
-"""`tokenyard bench offline`: how fast the engine in this process answers all prompts at once."""
+"""`tokenyard bench offline`: the throughput of an engine in this process, with all prompts sent at once."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""The data set that a benchmark's arguments ask for."""
+"""Loads or generates the data set that a benchmark's arguments name."""
 
 import argparse
 
@@ -13,7 +13,7 @@ from tokenyard.bench.datasets import DatasetRow, Lengths, SharedPrefix, Vocabula
 def make_prompts(
     args: argparse.Namespace, tokenizer: Tokenizer | None, rng: np.random.Generator, seed: int
 ) -> list[DatasetRow]:
-    """The data set that the arguments ask for. Raises ConfigError if a file or the tokenizer is missing."""
+    """The data set that the arguments name. Raises ConfigError if a file or the tokenizer is missing."""
     if args.num_prompts < 1:
         raise ConfigError(f"--num-prompts is {args.num_prompts}; it must be at least 1")
     name, path = args.dataset_name, args.dataset_path

@@ -27,7 +27,7 @@ from tokenyard.engine.text.tokenizer_files import load_tokenizer
 
 
 def bench(namespace: argparse.Namespace) -> int:
-    """Run the benchmark that was asked for. Returns 0, or 1 if no request succeeded."""
+    """Run the benchmark. Returns 0, or 1 if no request succeeded."""
     if namespace.bench == "offline":
         from tokenyard.cli.bench_offline import bench_offline
 
@@ -50,7 +50,7 @@ async def bench_serve(args: argparse.Namespace) -> int:
         else:
             arrivals_s, rate = datasets.poisson_arrivals(len(prompts), args.request_rate, rng), args.request_rate
         for prompt in prompts:
-            backend.body(prompt)  # what the backend does not take is refused before anything is sent
+            backend.body(prompt)  # content that the backend does not accept is refused before anything is sent
         await _warm_up(target, backend, prompts[: args.warmup_requests], flush=args.flush_cache)
         run = await _measure(target, backend, prompts, arrivals_s, args.max_concurrency)
         served = await _served(target)
@@ -78,10 +78,10 @@ async def bench_serve(args: argparse.Namespace) -> int:
 
 
 async def _served(target: ServerClient) -> dict[str, str]:
-    """What a report says of the server: what it answers of itself, else that it is unknown."""
+    """Facts about the server for the report, from its own answers; marked as unknown if it gives none."""
     try:
         info = await target.get("/server_info")
-    except ConfigError:  # another server's page at that path, for one
+    except ConfigError:  # for example, another kind of server answers that path with a page
         info = None
     info = info if isinstance(info, dict) else {}
     model, device = info.get("served_model_name"), _device(info)
@@ -95,7 +95,7 @@ async def _served(target: ServerClient) -> dict[str, str]:
 
 
 def _device(info: dict[str, Any]) -> str:
-    """The device that a server says that it runs on, "" if it does not."""
+    """The device that the server reports, "" if it reports none."""
     if info.get("executor") == "mock":
         return "the mock executor"
     return str(info.get("device") or "")
@@ -122,7 +122,7 @@ def _headers(words: list[str]) -> dict[str, str]:
 
 
 async def _backend(target: ServerClient, args: argparse.Namespace) -> RequestBackend:
-    """The chosen API, with the model to ask for."""
+    """The chosen API, with the model name that requests carry."""
     try:
         extra = json.loads(args.extra_request_body)
     except (ValueError, RecursionError) as error:
@@ -150,7 +150,7 @@ async def _tokenizer(target: ServerClient, path: str | None) -> Tokenizer | None
 
 
 async def _warm_up(target: ServerClient, backend: RequestBackend, prompts: list[DatasetRow], *, flush: bool) -> None:
-    """Wait for the warm-up answers. Raises ConfigError if one fails, as the measurement would fail too."""
+    """Send the warm-up requests and wait for their answers. Raises ConfigError if one fails."""
     for answer in await asyncio.gather(*(target.stream(backend, prompt) for prompt in prompts)):
         if answer.error:
             raise ConfigError(f"the warm-up request failed: {answer.error}; --warmup-requests 0 skips it")
@@ -161,7 +161,7 @@ async def _warm_up(target: ServerClient, backend: RequestBackend, prompts: list[
 async def _measure(
     target: ServerClient, backend: RequestBackend, prompts: list[DatasetRow], arrivals_s: list[float], limit: int | None
 ) -> BenchResult:
-    """The run, with a progress bar on a terminal."""
+    """Run the load, with a progress bar on a terminal."""
     with _progress() as progress:
         task = progress.add_task("requests", total=len(prompts))
         return await run_load(

@@ -46,7 +46,7 @@ def calibrate(namespace: argparse.Namespace) -> int:
         raise ConfigError(f"--seconds is {namespace.seconds}; it must be above 0")
     settings = with_model_folder(resolve(vars(namespace)).settings)
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
-    # A profile, and the simulator that reads it, have a pool of one kind only.
+    # Profiles, and the simulator that reads them, support a single kind of KV pool.
     executor = load_executor(engine_config(replace(settings, swa_full_tokens_ratio=0.0)))
     try:
         measured, wanted = _measure(CalibrationRunner(executor), executor.info, namespace.seconds)
@@ -62,7 +62,7 @@ def calibrate(namespace: argparse.Namespace) -> int:
 
 
 def _measure(rig: CalibrationRunner, info: ExecutorInfo, seconds: float) -> tuple[list[Measured], int]:
-    """What was measured in time, and how many points were wanted. Raises ConfigError if that is too little."""
+    """The points measured within `seconds`, and how many were planned. Raises ConfigError if there are too few."""
     wanted = points(info)
     measured: list[Measured] = []
     with progress_bar(quiet=False) as bar:
@@ -86,7 +86,7 @@ def fit_and_judge(measured: list[Measured]) -> tuple[LinearTerms, np.ndarray]:
 
 
 def make_profile(info: ExecutorInfo, settings: Settings, terms: LinearTerms, device_name: str, source: str) -> Profile:
-    """The profile of the measured model on this device. Links are the usual ones of such a device, not measured."""
+    """The profile of the measured model on this device. Link speeds are typical values, not measured."""
     on_cuda = info.device.startswith("cuda")
     return Profile(
         device=_word(device_name) or _device_name(info.device),
@@ -110,7 +110,7 @@ def _device_name(device: str) -> str:
 
 
 def _word(name: str) -> str:
-    """A name in the way profiles have them: small letters, digits, points and dashes."""
+    """`name` as profiles spell names: lower-case letters, digits, dots and dashes."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 

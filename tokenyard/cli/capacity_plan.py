@@ -126,7 +126,7 @@ def run_capacity_plan(args: argparse.Namespace) -> int:
 
 
 def planner_on(pool: TaskPool, workload: Workload, args: argparse.Namespace) -> CapacityPlanner:
-    """A planner whose searches and trials are done by `pool`."""
+    """A planner that runs its searches and trials in `pool`."""
     return CapacityPlanner(workload, args.target, args.seeds, lambda what, jobs: pool.each(what, answered, jobs))
 
 
@@ -149,7 +149,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def make_options(args: argparse.Namespace, workload: Workload) -> list[FleetOption]:
-    """Every kind of fleet to try. Raises ConfigError for names that do not exist."""
+    """Every kind of fleet to try. Raises ConfigError for unknown names."""
     routers, policies = _words(args.routers, "--routers"), _words(args.policies, "--policies")
     unknown = [router for router in routers if router not in POLICIES]
     if unknown:

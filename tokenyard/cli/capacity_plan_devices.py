@@ -21,7 +21,7 @@ class DeviceOffer:
     """A device that the planner may use.
 
     profile: its cost profile.
-    price: of one device for an hour, in any currency; None if not given.
+    price: of one device per hour, in any currency; None if not given.
     max_count: how many are available.
     """
 
@@ -33,7 +33,7 @@ class DeviceOffer:
 def read_devices(text: str, model: str) -> list[DeviceOffer]:
     """Read the devices from the file `text`, or from comma-separated names of built-in profiles of `model`.
 
-    Raises ConfigError for a file of another form, an unknown device, or prices for some devices only.
+    Raises ConfigError for a malformed file, an unknown device, or prices for some devices only.
     """
     path = Path(text)
     if not path.is_file():

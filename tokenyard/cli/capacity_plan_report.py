@@ -63,7 +63,7 @@ def capacity_plan_notes(plan: CapacityPlan) -> Iterator[str]:
 
 
 def no_capacity_plan_notes(eliminated: Sequence[EliminatedOption]) -> Iterator[str]:
-    """What a reader must know where no fleet is enough: how near each kind came, and on which cost models."""
+    """Notes for a search that found no fleet: how close each kind came, and with which cost models."""
     for one in eliminated:
         part = "the requests" if one.part == 1.0 else f"the requests of the busiest {100 * one.part:.0f} %"
         share = f"{_percent(one.attainment)} of {part}"
@@ -72,7 +72,7 @@ def no_capacity_plan_notes(eliminated: Sequence[EliminatedOption]) -> Iterator[s
 
 
 def _errors(profiles: Iterable[Profile]) -> Iterator[str]:
-    """How far the cost models are off."""
+    """The stated errors of the cost models."""
     for name, error in {profile.name: profile.error for profile in profiles}.items():
         size = "unknown" if error is None else f"{100 * error:.0f} % of a step on average"
         yield f"cost model {name}: its error is {size}"
@@ -94,7 +94,7 @@ def _hangs(plan: CapacityPlan) -> str:
 
 
 def _choices(found: SizedFleet) -> tuple[str, int, str, str]:
-    """What was chosen with a fleet: device, ranks, router policy, schedule policy."""
+    """The choices behind a fleet: device, ranks, router policy, schedule policy."""
     setup = found.option.setup
     return setup.profile.name, setup.dp_size, setup.router, found.option.policy
 
@@ -136,7 +136,7 @@ def capacity_plan_document(plan: CapacityPlan, workload: Workload, target: float
 def no_capacity_plan_document(
     eliminated: Sequence[EliminatedOption], workload: Workload, target: float
 ) -> dict[str, Any]:
-    """The same where no fleet is enough."""
+    """The JSON document of a search that found no fleet."""
     facts = {"trace": workload.name, "requests": len(workload), "rate_per_s": rate_of(workload), "target": target}
     return {**facts, "fleets": [], "left_out": _left_out_document(eliminated)}
 
@@ -191,7 +191,7 @@ def write_capacity_plan(path: Path, plan: CapacityPlan, workload: Workload, targ
 
 
 def capacity_plan_charts(plan: CapacityPlan) -> list[Chart]:
-    """The price of each finalist for the traffic as it is, and what the bounds of the cost model make of it."""
+    """Charts of the price of each finalist for the given traffic and at the bounds of the cost model."""
     best = plan.finalists[plan.cheapest]
     unit = "devices" if best.option.price is None else "price of an hour"
     chart = Chart("What serves the traffic, and how sure that is", "", unit, y_from_zero=True)
@@ -210,7 +210,7 @@ def capacity_plan_charts(plan: CapacityPlan) -> list[Chart]:
 
 
 def _short_names(plan: CapacityPlan) -> list[str]:
-    """The finalists by those of their choices in which they differ."""
+    """Names for the finalists, made of the choices in which they differ."""
     rows = [(found.option.setup.profile.device, *map(str, _choices(found)[1:])) for found in plan.finalists]
     differ = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
     kept = differ if any(differ) else [True] * len(differ)
@@ -270,7 +270,7 @@ def _what_ifs(plan: CapacityPlan, target: float) -> Iterator[tuple[str, list[tup
 
 
 def _more(found: SizedFleet, replicas: int | None) -> str:
-    """What so many replicas cost more than the fleet."""
+    """The extra cost of `replicas` over the fleet, as text."""
     extra = _extra(found, replicas)
     if extra is None:
         return ""

@@ -50,7 +50,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Simulate every setting and write what was asked for. Returns the exit status."""
+    """Simulate every setting and write the requested outputs. Returns the exit status."""
     check_named(args)
     workload = load_workload(args)
     setups = {name: named_setup(args, workload, name) for name in args.names}
@@ -77,7 +77,7 @@ def run_compare(args: argparse.Namespace) -> int:
 def simulate_all(
     workload: Workload, setups: dict[str, Setup], jobs: int, quiet: bool
 ) -> dict[str, tuple[Outcome, Timeline]]:
-    """Simulate every setup, at most `jobs` at once, with a progress bar. Raises what the first failing one raised."""
+    """Simulate every setup, at most `jobs` at once, with a progress bar. Raises the first error."""
     context = multiprocessing.get_context("spawn")
     done = context.Array(c_int64, len(setups), lock=False)
     with (

@@ -1,4 +1,4 @@
-"""`tokenyard doctor`: the machine, the packages installed, and what a server with these flags would choose."""
+"""`tokenyard doctor`: the machine, the installed packages, and the settings a server with these flags would use."""
 
 import argparse
 import importlib.metadata
@@ -78,7 +78,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_info() -> str:
-    """What Linux says of the processor; empty elsewhere."""
+    """The text of /proc/cpuinfo, empty if there is no such file."""
     path = Path("/proc/cpuinfo")
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
@@ -94,7 +94,7 @@ def _cpu_flags() -> set[str]:
 
 
 def device() -> dict[str, Any]:
-    """What torch sees, if it is installed."""
+    """The devices that torch finds, if it is installed."""
     if importlib.util.find_spec("torch") is None:
         return {"torch": None, "would_choose": "mock executor only: torch is not installed"}
     import torch
@@ -114,7 +114,7 @@ def device() -> dict[str, Any]:
 
 
 def native_kernels() -> str:
-    """Which native CPU kernels there are and which of them this CPU would use, or why none; may build them."""
+    """The available native CPU kernels and the ones this CPU would use, or why there are none. May build them."""
     try:
         library = load_library()
     except NoLibraryError as error:
@@ -141,7 +141,7 @@ def settings_report(resolved: Resolved) -> dict[str, dict[str, Any]]:
 
 
 def find_problems(settings: Settings, report: dict[str, Any]) -> list[str]:
-    """Why a server would not start, in sentences."""
+    """The reasons why a server would not start, one sentence each."""
     problems = []
     try:
         chosen = settings.effective()

@@ -1,4 +1,4 @@
-"""`tokenyard explain`: ask a running server where a request's time went."""
+"""`tokenyard explain`: shows where the time of a request on a running server went."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from tokenyard.base import TokenyardError
 
 TIMEOUT_S = 35.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Ignores the proxy of the environment, as `tokenyard bench` does: a proxy looks for 127.0.0.1 on its own machine."""
+"""Ignores the environment's proxy, as `tokenyard bench` does: a proxy resolves 127.0.0.1 to its own machine."""
 
 KEY_VARIABLES = ("TOKENYARD_ADMIN_API_KEY", "TOKENYARD_API_KEY")
 
@@ -36,7 +36,7 @@ def explain(namespace: argparse.Namespace) -> int:
 
 
 def fetch(url: str, request_id: str, key: str | None) -> dict[str, Any]:
-    """The server's explanation. Raises TokenyardError with what the server said, or that it cannot be reached."""
+    """The server's explanation. Raises TokenyardError with the server's message, or if it cannot be reached."""
     key = key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "")
     address = f"{url.rstrip('/')}/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain"
     try:
@@ -58,7 +58,7 @@ def error_message(error: urllib.error.HTTPError) -> str:
 
 
 def answer_table(request_id: str, answer: dict[str, Any]) -> Table:
-    """One answer as a table of stages and of what got in the way."""
+    """One answer as a table of its stages and of what delayed it."""
     title = escape(f"{request_id}: {answer['finish_reason'] or answer['state']}")
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("stage")

@@ -1,7 +1,7 @@
-"""From the fields of `Settings` to flags, environment names and a config file.
+"""Flags, environment variables and config-file keys, all derived from the fields of `Settings`.
 
-A value on the command line wins over one in the environment (`TOKENYARD_<FLAG>`), that over the config file, that over
-the default. Every value is parsed by the same function wherever it comes from.
+The command line takes precedence over the environment (`TOKENYARD_<FLAG>`), the environment over the config file, and
+the config file over the default. The same function parses a value from any of these sources.
 """
 
 import argparse
@@ -43,9 +43,9 @@ FOREIGN_FLAGS = {
     "leave it out: prefill is always in chunks": "enable-chunked-prefill",
     "leave it out: requests are not logged": "disable-log-requests no-enable-log-requests",
 }
-"""Flags of SGLang and vLLM that do not exist here, by the reason."""
+"""Flags of SGLang and vLLM that do not exist here, grouped by the reason."""
 OTHER_VARIABLES = ("CONFIG", "DISABLE_NATIVE", "NATIVE_LEVEL", "NATIVE_LIBRARY", "TEST_ALL")
-"""What is read from the environment beside settings."""
+"""Environment variables (without the prefix) that are not settings."""
 
 _OF_KUBERNETES = re.compile(r"TOKENYARD(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 _MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -110,7 +110,7 @@ def parse_options(value: str | dict[str, Any]) -> dict[str, float | int | str | 
 
 
 def _in_one_line(error: Exception) -> str:
-    """What is wrong with a file, and where, in one line; YAML's own messages take several."""
+    """The error in a file and its position, in one line; YAML's own messages take several."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
@@ -195,7 +195,7 @@ class Flag:
 
     @property
     def dashed(self) -> str:
-        """The name as it is written in flags and files."""
+        """The name as spelled in flags and config files."""
         return self.name.replace("_", "-")
 
     @property
@@ -481,9 +481,9 @@ def resolve_values(
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """A sentence for each variable that begins like a setting's and is none, with the nearest names.
+    """A sentence for each variable that has the prefix of settings but names none, with the nearest names.
 
-    Those that Kubernetes sets for services and ports of that name are no mistakes.
+    Variables that Kubernetes sets for services and ports of that name are ignored.
     """
     environ = os.environ if environ is None else environ
     known = [flag.env for flag in all_settings()] + [ENV_PREFIX + name for name in OTHER_VARIABLES]
@@ -497,7 +497,7 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _check_not_of_kubernetes(name: str, value: str) -> None:
-    """Raise ConfigError for a variable that Kubernetes set, as it does in every pod beside a service `tokenyard`."""
+    """Raise ConfigError for a variable that Kubernetes set, as it does for a service named `tokenyard`."""
     if value.startswith("tcp://") and name == ENV_PREFIX + "PORT":
         raise ConfigError(
             f"{name} is {value}, which Kubernetes sets for a service named tokenyard; set enableServiceLinks: false in"

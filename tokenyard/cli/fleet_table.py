@@ -1,4 +1,4 @@
-"""The tables of a fleet in a terminal: each worker's share, queue, cache and device, and what waited at the routers."""
+"""Terminal tables of a fleet: each worker's share, queue, cache and device, and the queues of the routers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from tokenyard.sim.report.scheduler_figures import router_queue, worker_figures
 
 COLUMNS = ("requests", "share", "SLO", "TTFT s p50/p99", "waiting", "running", "hits", "busy")
 MAX_ROWS = 32
-"""Of larger fleets only so many workers are shown: those with the most requests."""
+"""The most workers shown; a larger fleet shows those with the most requests."""
 
 
 def print_fleets(outcomes: Mapping[str, Outcome]) -> None:

@@ -28,7 +28,7 @@ def generate(namespace: argparse.Namespace) -> int:
     sampling = _sampling(namespace)
     SamplingParams(**sampling).validate()
     with ExitStack() as stack:
-        # The file is opened first: a path that cannot be written must not cost a whole run.
+        # Open the file first, so that a path that cannot be written fails before the run.
         output = stack.enter_context(_open_output(namespace.output)) if namespace.output else None
         llm = stack.enter_context(LLM.from_settings(settings))
         if batch is not None:
@@ -51,7 +51,7 @@ def _sorted(inputs: list[str | Conversation | BatchLine]) -> tuple[list[BatchLin
 
 
 def _sampling(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `SamplingParams` from the command line; what is not given is left to the model. Raises ConfigError."""
+    """Fields of `SamplingParams` from the command line; the model's defaults fill in the rest. Raises ConfigError."""
     if namespace.max_tokens < 1:
         raise ConfigError(f"--max-tokens is {namespace.max_tokens}; it must be at least 1")
     given: dict[str, Any] = {
@@ -85,7 +85,7 @@ def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversa
 
 
 def _standard_input() -> str:
-    """All of standard input. Raises ConfigError if it is closed or is no text."""
+    """All of standard input. Raises ConfigError if it is closed or not text."""
     if sys.stdin is None:
         raise ConfigError("standard input is closed; give the prompt as an argument, or a file by --input")
     try:

@@ -38,7 +38,7 @@ SEARCH_RANGES = {
 
 
 def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
-    """All arguments of `tokenyard goodput`. `--rate-scale` is where the search begins."""
+    """All arguments of `tokenyard goodput`. The search starts at `--rate-scale`."""
     add_setting_names(parser)
     add_run_arguments(parser)
     group = parser.add_argument_group("search")
@@ -66,7 +66,7 @@ def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Curve:
-    """One setting's runs: rate scale -> summary. Runs are kept, so a second target costs only what is new."""
+    """One setting's runs: rate scale -> summary. Runs are cached, so a second target simulates only new scales."""
 
     args: argparse.Namespace
     workload: Workload
@@ -83,7 +83,7 @@ class Curve:
         return self.points[scale]
 
     def _simulated(self, workload: Workload, setup: Setup, what: str) -> Outcome:
-        """A run, whose progress is shown where there is a bar."""
+        """Simulate one run, and show its progress if there is a bar."""
         if (bar := self.bar) is None:
             return simulate(workload, setup)
         task = bar.add_task(what, total=len(workload))
@@ -110,7 +110,7 @@ class Curve:
 
 
 def run_goodput(args: argparse.Namespace) -> int:
-    """Search for every setting and target and write what was asked for. Returns the exit status."""
+    """Search for every setting and target and write the requested outputs. Returns the exit status."""
     check_named(args)
     targets = _targets(args.targets)
     for flag, allowed in SEARCH_RANGES.items():

@@ -1,4 +1,4 @@
-"""The process that looks ahead for a scheduler with policy `adaptive` (`python -m tokenyard.cli.lookahead_worker`).
+"""The process that runs forecasts for a scheduler with policy `adaptive` (`python -m tokenyard.cli.lookahead_worker`).
 
 It reads queries, and the arrivals and ends of requests, from its standard input and writes replies to its standard
 output. Each is a frame: length (uint32, little-endian), then a message of `scheduler.lookahead_state`. The process ends
@@ -20,13 +20,13 @@ from tokenyard.sim.engine.lookahead import look_ahead
 
 LENGTH = struct.Struct("<I")
 NICE = 10
-"""Low, but not so low that a look takes minutes on a busy machine: about a tenth of another process's share."""
+"""About a tenth of another process's CPU share, so that a forecast does not take minutes on a busy machine."""
 
 STDOUT, STDERR = 1, 2
 
 
 def answer_all(questions: BinaryIO, answers: BinaryIO) -> None:
-    """Answer every query until the input ends. Raises ValueError for bytes that are no message."""
+    """Answer every query until the input ends. Raises ValueError for bytes that are not a message."""
     traffic, counted_s = RecentTraffic(), 0.0
     while len(head := questions.read(LENGTH.size)) == LENGTH.size:
         message = decode(questions.read(LENGTH.unpack(head)[0]))

@@ -1,4 +1,4 @@
-"""The command `tokenyard`. Modules of a subcommand are imported only when it runs, so that help appears at once."""
+"""The command `tokenyard`. The modules of a subcommand are imported only when it runs, so that help is fast."""
 
 import argparse
 import importlib
@@ -22,9 +22,11 @@ SETTINGS_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: `run` is `module:function`, called with the parsed arguments; it returns the exit status.
+    """A subcommand.
 
-    `add_arguments` gives the parser its arguments, all but those that every setting has with `takes_settings`.
+    run: `module:function`, called with the parsed arguments; returns the exit status.
+    add_arguments: adds the arguments to the parser, except the flags of settings.
+    takes_settings: whether the command has the flags of settings.
     """
 
     name: str
@@ -221,7 +223,7 @@ def _add_arguments(parser: argparse.ArgumentParser, command: Command, word: str)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
-    It is 2 for a mistake in the arguments or the model, 1 if the output cannot be written, 130 after an interrupt.
+    The status is 2 for wrong arguments or a wrong model, 1 if the output cannot be written, 130 after an interrupt.
     """
     prepare_terminal()
     try:
@@ -263,6 +265,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _find_modules_here() -> None:
-    """Let users' policies be found in the current folder. It comes last, so that its modules shadow no others."""
+    """Append the current folder to the import path, for users' policies. Coming last, it shadows no other module."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())

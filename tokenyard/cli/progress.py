@@ -15,8 +15,8 @@ REFRESH_S = 0.5
 def follow(llm: LLM, futures: Sequence["Future[Generation]"]) -> list[Generation]:
     """Wait for all answers and return them, with a bar on standard error if that is a terminal.
 
-    Raises what the first failing one raised. The tokens are those that the scheduler has made, so the rate moves while
-    the first answer is still coming.
+    Raises the error of the first one that fails. The rate counts the tokens that the scheduler has produced, so it
+    moves before the first answer is complete.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

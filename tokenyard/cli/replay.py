@@ -1,4 +1,4 @@
-"""`tokenyard replay`: a tape through the scheduler once more, as it was or with other settings."""
+"""`tokenyard replay`: runs the scheduler on a tape again, with the recorded or with other settings."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -31,15 +31,15 @@ OVERLAP_FLAG = "disable_overlap_schedule"
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What is to be tried instead: settings of the scheduler, and another device ("" for the tape's own)."""
+    """The changes to try: settings of the scheduler, and another device ("" for the tape's own)."""
 
     settings: dict[str, Any]
     profile: str
 
 
 def replay(namespace: argparse.Namespace) -> int:
-    """Replay the tape, then write or simulate what was asked for. Returns 1, and does neither, if a plan was not the
-    tape's.
+    """Replay the tape, then write or simulate the requested outputs. Returns 1, and does neither, if a plan differs
+    from the tape's.
     """
     what_if = read_what_if(namespace)
     if namespace.json and what_if is None:
@@ -93,7 +93,7 @@ def _value(flag: Flag, namespace: argparse.Namespace) -> Any:
 
 
 def print_report(tape: Tape, report: ReplayReport) -> None:
-    """Say how the replay went."""
+    """Print the result of the replay."""
     header = tape.header
     print(f"{tape.name}: written by Tokenyard {header.written_by}, {'anonymized' if header.anonymized else 'plain'}")
     seconds = report.span_ns / 1e9
@@ -109,7 +109,7 @@ def print_report(tape: Tape, report: ReplayReport) -> None:
 
 
 def as_setup(origin: Origin, history: TapeHistory) -> Setup:
-    """What is simulated to be like the tape: its settings, and a device fitted to its steps."""
+    """The setup that reproduces the tape: its settings, and a device fitted to its steps."""
     profile = history.profile()
     if profile.error is not None:
         print(f"the cost model is fitted to the tape; its error is {100 * profile.error:.1f} % of a step on average")
@@ -118,7 +118,7 @@ def as_setup(origin: Origin, history: TapeHistory) -> Setup:
 
 
 def changed(setup: Setup, what_if: WhatIf) -> Setup:
-    """The setup with what is to be tried. Raises ConfigError for settings that cannot work."""
+    """The setup with the changes to try. Raises ConfigError for settings that cannot work."""
     given = dict(what_if.settings)
     pool_tokens = given.pop("max_total_tokens", None)
     if (serial := given.pop(OVERLAP_FLAG, None)) is not None:
@@ -131,7 +131,7 @@ def changed(setup: Setup, what_if: WhatIf) -> Setup:
 
 
 def compare(history: TapeHistory, lived: Outcome, was: Setup, what_if: WhatIf, namespace: argparse.Namespace) -> None:
-    """Simulate the tape's traffic as it was and with other settings; print both beside what really happened."""
+    """Simulate the tape's traffic with its own and with other settings; print both next to the recorded results."""
     workload: Workload = lived.workload
     outcomes = {
         "on the tape": lived,

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 USAGE_ERROR = 2
 ENV = ENV_PREFIX + "ROUTE_"
 MAX_TOKENIZED_CHARS = 400_000
-"""A longer text is known by its bytes, as tokenizing it would hold up every stream."""
+"""Longer texts are matched by their bytes, because tokenizing them would delay every stream."""
 
 
 def add_route_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def make_tokenize(folder: str) -> Tokenize:
             if isinstance(fields.get("messages"), list) and template:
                 text, special = template.render(fields["messages"], tools=fields.get("tools") or None), False
         except Exception:
-            return None  # the worker will say what is wrong with these messages
+            return None  # the worker reports what is wrong with these messages
         if not isinstance(text, str) or len(text) > MAX_TOKENIZED_CHARS:
             return None
         ids = tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=special).ids

@@ -71,7 +71,7 @@ def _loop_factory() -> Any:
 
 
 async def _serve(settings: Settings) -> int:
-    """Listen, load the model beside it, and run until the server ends."""
+    """Listen, load the model concurrently, and run until the server ends."""
     state = ServerState(server_options(settings))
     server = DrainingServer(
         state,
@@ -102,7 +102,7 @@ async def _serve(settings: Settings) -> int:
 
 @contextlib.contextmanager
 def _removed(socket_path: str) -> Iterator[None]:
-    """Leave no file of a Unix socket behind, however it ends."""
+    """Remove the file of the Unix socket on exit, after an error as well."""
     try:
         yield
     finally:
@@ -112,7 +112,7 @@ def _removed(socket_path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tracing(settings: Settings, state: ServerState) -> Iterator[None]:
-    """Send traces of requests, if asked for. Raises ConfigError where the packages for that are missing."""
+    """Send traces of requests, if enabled. Raises ConfigError if the packages for it are missing."""
     if not settings.otlp_traces_endpoint:
         yield
         return
@@ -125,7 +125,7 @@ def _tracing(settings: Settings, state: ServerState) -> Iterator[None]:
 
 
 async def _run_engine(settings: Settings, config: EngineConfig, state: ServerState, server: DrainingServer) -> None:
-    """Start the engine, open the doors, and take the server down should the engine end."""
+    """Start the engine, accept requests, and stop the server if the engine ends."""
     dead = asyncio.Event()
 
     def died(reason: str) -> None:
@@ -144,7 +144,7 @@ async def _run_engine(settings: Settings, config: EngineConfig, state: ServerSta
     except ConfigError as error:
         server.stop(error.message, exit_status=USAGE_ERROR)
     except TokenyardError as error:
-        # A signal to a whole group also ends a process that is just starting, and is heard here a moment later.
+        # A signal to the process group also ends a process that is starting, and arrives here a moment later.
         await asyncio.sleep(SIGNAL_GRACE_S)
         if not server.draining:
             server.stop(error.message)
@@ -162,9 +162,9 @@ def address_of(settings: Settings) -> str:
 
 
 def _print_box(settings: Settings, info: ExecutorInfo) -> None:
-    """Say on the terminal where the server is and what it serves; one stable line for scripts follows.
+    """Print the server's address and model on the terminal, followed by one stable line for scripts.
 
-    Where nothing can be written, as on a full disk, the server runs all the same.
+    If the output cannot be written, for example on a full disk, the server runs anyway.
     """
     url = address_of(settings)
     rows = (

@@ -23,7 +23,7 @@ class _Stopped(BaseException):
 
 
 def serve_node(settings: Settings) -> int:
-    """Compute what node 0 says until it ends or this node is told to stop. Returns 0 then, 1 if node 0 is not there.
+    """Execute the plans of node 0 until it ends or a signal arrives. Returns 0, or 1 if node 0 is not reachable.
 
     Raises ConfigError if node 0 refuses this node.
     """

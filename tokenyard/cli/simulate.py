@@ -79,7 +79,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 
 def _progress(bar: Progress, name: str, workload: Workload) -> Callable[[int, int], None]:
-    """A function that moves a new line of `bar` on."""
+    """Add a line to `bar` and return the function that advances it."""
     task = bar.add_task(name, total=len(workload))
     return lambda done, _: bar.update(task, completed=done)
 

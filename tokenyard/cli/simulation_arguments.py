@@ -36,7 +36,7 @@ from tokenyard.sim.traces.synthetic import SYNTHETIC, synthetic
 from tokenyard.sim.traces.workload import Workload
 
 ORACLE = ", oracle"
-"""Follows the name of a setting whose run knew the true lengths of answers."""
+"""Suffix of the name of a setting whose run knows the true output lengths."""
 
 OUTPUT_FLAGS = ("json", "report", "perfetto", "tape")
 CONTEXT_RANGE = NumberRange(2, 1 << 22)
@@ -279,7 +279,7 @@ def load_tokenizer(path: Path) -> Tokenize:
         raise ConfigError(f"--tokenizer {file} cannot be read: {error}") from None
 
     def tokenize(text: str) -> Int32Array:
-        whole_characters = text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs have no UTF-8
+        whole_characters = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no UTF-8 encoding
         return np.array(tokenizer.encode(whole_characters, add_special_tokens=False).ids, np.int32)
 
     return tokenize
@@ -337,7 +337,7 @@ def _profile_of(args: argparse.Namespace) -> Profile:
 
 
 def check_named(args: argparse.Namespace) -> None:
-    """`check_arguments`, and ConfigError where a preset or policy is given by a flag and not as a name."""
+    """`check_arguments`; also raises ConfigError if a flag, and not a name, gives the preset or the policy."""
     check_arguments(args)
     if args.preset is not None or args.schedule_policy is not None:
         raise ConfigError("presets and policies are given as names here, not as --preset or --schedule-policy")

@@ -1,4 +1,4 @@
-"""Jobs over one trace: done in this process, in processes beside it, or on a Ray cluster."""
+"""Runs jobs over one trace in this process, in worker processes, or on a Ray cluster."""
 
 import argparse
 import multiprocessing
@@ -20,7 +20,7 @@ _workload: Workload | None = None
 
 
 def add_ray_argument(group: argparse._ArgumentGroup) -> None:
-    """Where the runs are done."""
+    """The flag that selects a Ray cluster for the runs."""
     group.add_argument(
         "--ray",
         metavar="ADDRESS",
@@ -29,13 +29,13 @@ def add_ray_argument(group: argparse._ArgumentGroup) -> None:
 
 
 class Runner(Protocol):
-    """Does `do(workload, job)` elsewhere."""
+    """Runs `do(workload, job)` in another process."""
 
     def submit(self, do: Callable[[Workload, Any], Any], job: Any) -> "Future[Any]":
-        """Begin one."""
+        """Start a job."""
 
     def shutdown(self) -> None:
-        """Give up what has not begun."""
+        """Cancel the jobs that have not started."""
 
 
 class Processes:
@@ -46,19 +46,19 @@ class Processes:
         self._pool: Executor = ProcessPoolExecutor(jobs, context, _take, (workload,))
 
     def submit(self, do: Callable[[Workload, Any], Any], job: Any) -> "Future[Any]":
-        """Begin one."""
+        """Start a job."""
         return self._pool.submit(_do, do, job)
 
     def shutdown(self) -> None:
-        """Give up what has not begun."""
+        """Cancel the jobs that have not started."""
         self._pool.shutdown(cancel_futures=True)
 
 
 class TaskPool:
-    """Does jobs and shows how many are done. With one process and no cluster, this process does them itself."""
+    """Runs jobs and shows how many are complete. With one process and no cluster, they run in this process."""
 
     def __init__(self, workload: Workload, jobs: int, bar: Progress, ray: str | None = None) -> None:
-        """Raises ConfigError if there is no Ray, or no cluster at the address `ray`."""
+        """Raises ConfigError if Ray is not installed, or there is no cluster at the address `ray`."""
         self._workload, self._bar = workload, bar
         self._runner: Runner | None = None
         if ray is not None:
@@ -78,7 +78,7 @@ class TaskPool:
     def each(
         self, what: str, do: Callable[[Workload, TaskArgs], TaskResult], jobs: Sequence[TaskArgs]
     ) -> list[TaskResult]:
-        """Answers in the order of the jobs. Raises what the first failing one raised."""
+        """Results in the order of the jobs. Raises the error of the first one that fails."""
         task = self._bar.add_task(what, total=len(jobs))
         answers: dict[int, TaskResult] = {}
         if self._runner is None:

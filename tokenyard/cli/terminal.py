@@ -1,4 +1,4 @@
-"""Makes the command line work whatever standard files and terminal it is started with."""
+"""Handles closed standard files, limited encodings and narrow terminals."""
 
 import errno
 import os
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 
 MIN_COLUMNS = 40
-"""Columns below which neither help nor tables can be laid out; a narrower terminal breaks longer lines itself."""
+"""The least width that help and tables are laid out for; a narrower terminal wraps the lines."""
 
 STDERR = 2
 WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 def prepare_terminal() -> None:
-    """Fill closed standard files, write what the encoding cannot hold as escapes, and keep a width to lay out in."""
+    """Open closed standard files, escape what the encoding cannot represent, and set a minimum layout width."""
     fill_standard_files()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -25,14 +25,14 @@ def prepare_terminal() -> None:
 
 
 def fill_standard_files() -> None:
-    """Open the null device for standard files that the caller closed, or a socket would take the place of one."""
+    """Open the null device for closed standard files, so that no socket gets one of their descriptors."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         pass
     os.close(descriptor)
 
 
 def flush_output() -> None:
-    """Write out what is buffered. Raises OSError where nothing can be written, such as on a full disk."""
+    """Flush the standard output. Raises OSError if it cannot be written, for example on a full disk."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
@@ -50,7 +50,7 @@ def is_write_error(error: OSError) -> bool:
 
 
 def command_line(secret: Sequence[str] = ()) -> str:
-    """The command that runs, as one would type it again; dots stand for the values of `secret` flags."""
+    """The running command as a user would type it; dots replace the values of `secret` flags."""
     words = ["tokenyard", *sys.argv[1:]]
     for place, word in enumerate(words):
         flag, equals, _ = word.partition("=")

@@ -1,6 +1,6 @@
 """`tokenyard top`: the live page's numbers in a terminal.
 
-It follows `/v1/live`, looks at one event a second and writes plain text, so that it costs next to nothing.
+It follows `/v1/live`, parses one event a second and writes plain text, so that it uses little CPU.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class LiveState:
-    """What has come: the latest event, bins of the last minute by index, and totals a minute back."""
+    """The received state: the latest event, the bins of the last minute by index, and the totals of the last minute."""
 
     server: Mapping[str, Any] = field(default_factory=dict)
     tick: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class LiveState:
     totals: deque[Mapping[str, Any]] = field(default_factory=deque)
 
     def take(self, tick: Mapping[str, Any]) -> None:
-        """Take in an event."""
+        """Update the state from an event."""
         self.tick = tick
         self.server = tick.get("server", self.server)
         self.prefixes = tick.get("prefixes") or self.prefixes
@@ -64,7 +64,7 @@ class LiveState:
 
 
 def top(args: argparse.Namespace) -> int:
-    """Show what the server does until interrupted. Returns 0."""
+    """Show the server's state until interrupted. Returns 0."""
     if not args.every > 0.0:
         raise TokenyardError(f"--every is {args.every:g}; it must be above 0")
     once = args.once or not sys.stdout.isatty()
@@ -85,7 +85,7 @@ def top(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _screen(used: bool) -> Iterator[None]:
-    """A screen of its own, which gives the terminal back as it was."""
+    """Use the terminal's alternate screen, and restore the terminal at the end."""
     if not used:
         yield
         return
@@ -98,8 +98,8 @@ def _screen(used: bool) -> Iterator[None]:
 
 
 def events(url: str, key: str, every_s: float) -> Iterator[dict[str, Any]]:
-    """One event every `every_s` seconds, the latest one; those between are read and not looked at. Raises
-    TokenyardError with what the server said, or that it cannot be reached.
+    """One event every `every_s` seconds, the latest one; those in between are read and skipped. Raises
+    TokenyardError with the server's message, or if it cannot be reached.
     """
     request = urllib.request.Request(
         f"{url.rstrip('/')}/v1/live", headers={"Authorization": f"Bearer {key}"} if key else {}

@@ -14,7 +14,7 @@ PREFILL, DECODE, STEPS, BUSY = 2, 3, 1, 4
 
 
 class LiveStateView(Protocol):
-    """What has come so far (`cli.top.Seen`)."""
+    """The part of `cli.top.LiveState` that the layout reads."""
 
     server: Mapping[str, Any]
     tick: Mapping[str, Any]
@@ -27,7 +27,7 @@ class LiveStateView(Protocol):
 
 
 def screen(seen: LiveStateView, columns: int, lines: int | None) -> list[str]:
-    """The lines for a terminal of so many columns and lines (None for no limit), none too wide."""
+    """The lines for a terminal of `columns` x `lines` (None for no limit), each at most `columns` wide."""
     width, tick = max(columns, MIN_WIDTH), seen.tick
     found = [_title(seen)]
     if "counts" not in tick:
@@ -102,7 +102,7 @@ def _classes(seen: LiveStateView, width: int) -> list[str]:
 
 
 def _minute(seen: LiveStateView, width: int) -> list[str]:
-    """The last minute of steps as small curves."""
+    """The steps of the last minute as sparklines."""
     cells = min(60, max(width - 42, 10))
     now = seen.tick["now"]
     each = max(1, 60 * PER_SECOND // cells)

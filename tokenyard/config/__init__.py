@@ -1,7 +1,7 @@
 """All settings of a server, in one dataclass.
 
-Those that the scheduler core reads are declared in `tokenyard.base.settings`, the others in `config.server_settings`;
-what must hold between several of them is in `config.rules`. Flags, environment names and config-file keys follow from
+`tokenyard.base.settings` declares those that the scheduler core reads, `config.server_settings` the others.
+`config.rules` checks constraints between settings. Flags, environment names and config-file keys follow from
 the declarations (`tokenyard.cli.flags`). Names follow SGLang, with vLLM's as aliases.
 """
 
@@ -25,7 +25,10 @@ MOCK_PROFILE = "h100/llama-3-8b"
 
 @dataclass(frozen=True, slots=True)
 class Settings(DeclaredSettings):
-    """Everything that can be set. `effective()` fills in what depends on other values and refuses contradictions."""
+    """All settings of a server (SGLang's `ServerArgs`, vLLM's `EngineArgs`).
+
+    `effective()` fills in defaults that depend on other values and rejects contradictions.
+    """
 
     def effective(self) -> "Settings":
         """A copy with dependent defaults filled in. Raises ConfigError for values that contradict each other."""
@@ -54,7 +57,7 @@ class Settings(DeclaredSettings):
         """The scheduler's part of the settings, for a model with this context length."""
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(SharedSettings)}
         if self.priority_function and self.default_priority_value is None:
-            # A request that ranks below all others would stay there whatever the function says.
+            # A request that ranks below all others would stay there whatever the function returns.
             values["default_priority_value"] = 0
         in_flight = 1 if self.disable_overlap_schedule else 2
         return SchedulerSettings(**values, context_length=context_length, max_in_flight=in_flight)
@@ -65,7 +68,7 @@ class Settings(DeclaredSettings):
         return {name: value for name, value in asdict(self).items() if name not in secret}
 
     def prior_costs(self) -> str:
-        """Name of the cost profile that policies believe at first, "" where the device decides."""
+        """Name of the cost profile that policies start from, "" if the device decides."""
         if self.cost_profile or self.executor != "mock" or self.mock_step_ms is not None:
             return self.cost_profile
         return MOCK_PROFILE
@@ -76,12 +79,12 @@ class Settings(DeclaredSettings):
 
     @property
     def _window_ratio(self) -> float:
-        """Part of the KV tokens that layers with a window keep, 0 for all. KV that is moved must be whole."""
+        """Share of the KV tokens that sliding-window layers keep, 0 for all. KV to transfer must be complete."""
         moved = self.disaggregation_mode != "null" or self.enable_hierarchical_cache
         return 0.0 if moved else self.swa_full_tokens_ratio
 
     def executor_options(self) -> dict[str, Any]:
-        """Keyword arguments of the executor's `load_executor`, all but the model's path."""
+        """Keyword arguments of the executor's `load_executor`, except the model's path."""
         common = {
             "page_size": self.page_size,
             "max_pool_rows": self.max_running_requests,

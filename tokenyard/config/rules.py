@@ -1,4 +1,4 @@
-"""What must hold between several settings of a server, each rule with the sentence that says so."""
+"""Constraints between settings of a server, each with its error message."""
 
 from urllib.parse import urlsplit
 
@@ -9,7 +9,7 @@ Rules = tuple[tuple[bool, str], ...]
 
 
 def rules(settings: DeclaredSettings) -> Rules:
-    """All rules as (whether it holds, what to do otherwise), in the order in which they are told."""
+    """All rules as (whether it holds, what to do otherwise), in the order in which they are reported."""
     return (
         *_division_rules(settings),
         *_node_rules(settings),
@@ -23,7 +23,7 @@ def rules(settings: DeclaredSettings) -> Rules:
 
 
 def _division_rules(settings: DeclaredSettings) -> Rules:
-    """What must hold where a model is divided among processes."""
+    """Constraints on a model that is divided among processes."""
     flag = "--tp-size" if settings.tp_size > 1 else "--pp-size"
     whole = settings.tp_size == settings.pp_size == 1
     together = settings.nnodes == 1 and not settings.enable_dp_attention
@@ -62,7 +62,7 @@ def _division_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _node_rules(settings: DeclaredSettings) -> Rules:
-    """What must hold where a model is divided among machines."""
+    """Constraints on a model that is divided among machines."""
     nodes, size = settings.nnodes, max(settings.tp_size, settings.pp_size)
     flag = "--tp-size" if settings.tp_size > 1 else "--pp-size"
     place = split_address(settings.dist_init_addr)
@@ -103,7 +103,7 @@ def split_address(text: str) -> tuple[str, int] | None:
 
 
 def _transfer_rules(settings: DeclaredSettings) -> Rules:
-    """What must hold for KV that moves between engines."""
+    """Constraints on KV transfer between engines."""
     mode = settings.disaggregation_mode
     return (
         (
@@ -126,7 +126,7 @@ def _transfer_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _tier_rules(settings: DeclaredSettings) -> Rules:
-    """What must hold for KV below the device."""
+    """Constraints on the KV store."""
     enabled, backend = settings.enable_hierarchical_cache, settings.hicache_storage_backend
     asked = backend != "none" or settings.hicache_size > 0 or settings.hicache_ratio is not None
     return (
@@ -150,7 +150,7 @@ def _tier_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _memory_rules(settings: DeclaredSettings) -> Rules:
-    """What the KV pool and the places of requests must hold."""
+    """Constraints on the KV pool and on the numbers of running and queued requests."""
     total = settings.max_total_tokens
     return (
         (
@@ -171,7 +171,7 @@ def _memory_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _draft_rules(settings: DeclaredSettings) -> Rules:
-    """What must hold for speculative decoding."""
+    """Constraints on speculative decoding."""
     drafts, mock = settings.speculative_algorithm != "none", settings.executor == "mock"
     standalone = settings.speculative_algorithm == "STANDALONE"
     return (
@@ -196,7 +196,7 @@ def _draft_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _model_rules(settings: DeclaredSettings) -> Rules:
-    """What the executor can serve."""
+    """Constraints of the executor on the model."""
     max_adapters = settings.max_loaded_loras
     return (
         (settings.mock_step_ms is None or settings.executor == "mock", "--mock-step-ms needs --executor mock"),
@@ -209,7 +209,7 @@ def _model_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _request_rules(settings: DeclaredSettings) -> Rules:
-    """What must hold for tenants, priorities and targets."""
+    """Constraints on tenants, priorities and targets."""
     keys = settings.tenant_keys.values()
     own_policy = ":" in settings.schedule_policy
     return (
@@ -239,7 +239,7 @@ def _request_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _server_rules(settings: DeclaredSettings) -> Rules:
-    """What must hold for the server, its cache events, logs and templates."""
+    """Constraints on the server, its cache events, logs and templates."""
     return (
         (settings.record != "" or not settings.record_plain, "--record-plain needs --record FILE"),
         (
@@ -263,9 +263,9 @@ def _server_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _is_url(text: str) -> bool:
-    """Whether a text is an address for HTTP, with a host."""
+    """Whether `text` is an HTTP URL with a host."""
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # brackets or a port that make no sense
+    except ValueError:  # malformed brackets or port
         return False

@@ -1,4 +1,4 @@
-"""The declarations of a server's settings, but for those that the scheduler core reads (`tokenyard.base.settings`)."""
+"""Declarations of a server's settings, except those of the scheduler core (`tokenyard.base.settings`)."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ MAX_RANKS = 64
 DISAGGREGATION_MODES = ("null", "prefill", "decode", "both")
 TRANSFER_BACKENDS = ("auto", "tcp", "process_vm")
 POOL_TOKENS = NumberRange(1, 2**31 - 1)
-"""Slots of the KV pool are numbered in 32 bits."""
+"""Range of the KV pool's size: its slots have 32-bit indices."""
 
 GROUPS = {
     "model": "what is served",
@@ -28,7 +28,7 @@ GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class ClassTargets:
-    """Latency targets of a service class; None leaves one to --slo-ttft-ms and --slo-ttft-scale, or --slo-tpot-ms."""
+    """Latency targets of a service class; None means --slo-ttft-ms and --slo-ttft-scale, or --slo-tpot-ms."""
 
     ttft_ms: float | None = setting(None, "class", "target for the first token", TARGET_MS)
     tpot_ms: float | None = setting(None, "class", "target for every further token, on average", TARGET_MS)
@@ -36,7 +36,7 @@ class ClassTargets:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredSettings(SharedSettings):
-    """Everything that can be set, as it was given."""
+    """All settings as given, before `effective()` fills in dependent defaults."""
 
     model_path: str = setting(
         "", "model", "folder of the model, or its name on the hub; the demo model if absent", aliases=("--model",)

@@ -1,4 +1,4 @@
-"""How many tokens to hold back at admission, so that running requests can grow to their end."""
+"""How many tokens admission holds back, so that running requests can grow to their end."""
 
 from collections import deque
 from typing import Protocol
@@ -19,7 +19,7 @@ GOLDEN_STEP = 0.6180339887498949
 
 
 class Headroom(Protocol):
-    """Predicts the growth of requests. The scheduler reports what happens and asks at admission.
+    """Predicts the growth of requests. The scheduler calls the hooks below as requests progress.
 
     ratio: the share of the output tokens still allowed that is held back; 0 for methods without such a share.
     needs_shared: whether it reads the column `shared`.
@@ -29,7 +29,7 @@ class Headroom(Protocol):
     needs_shared: bool
 
     def running_tokens(self, views: Views) -> int:
-        """Tokens to hold back for the rows that run already. Asked at the start of a step's admission."""
+        """Tokens to hold back for the running rows. Called at the start of a step's admission."""
 
     def newcomer_tokens(self, columns: Columns, row: int) -> int:
         """Tokens to hold back for the answer of a row about to be admitted."""
@@ -131,7 +131,7 @@ class RatioHeadroom(NoHeadroom):
 class HistoryHeadroom(NoHeadroom):
     """Hold back the mean residual length E[o^2] / (2 E[o]) of past outputs for every decoding row and newcomer.
 
-    A request in the middle of its answer has that much to come on average (renewal theory), for any distribution of
+    A request in the middle of its answer has that many tokens left on average (renewal theory), for any distribution of
     lengths. The last `MAX_OUTPUTS_KEPT` outputs count; before the first one, `DEFAULT_OUTPUT_TOKENS` is assumed. No row
     is predicted to grow beyond its own limit.
     """
@@ -143,7 +143,7 @@ class HistoryHeadroom(NoHeadroom):
 
     @property
     def residual_tokens(self) -> int:
-        """Tokens that an answer has to come on average."""
+        """Tokens that an answer has left on average."""
         return self._sum_of_squares // (2 * self._sum) if self._sum else DEFAULT_OUTPUT_TOKENS
 
     @override
@@ -227,8 +227,8 @@ class PastFutureHeadroom(NoHeadroom):
 class MaxTokensHeadroom(NoHeadroom):
     """Admit by the peak of the memory if every answer is as long as its max_new_tokens allows: no request is retracted.
 
-    It suits clients that ask for no more tokens than they need. Decoding rows grow by one token in each step and end in
-    the order of what remains. Two things are not known, and both are taken at their worst:
+    It suits clients that request no more tokens than they need. Decoding rows grow by one token in each step and end in
+    the order of what remains. Two things are unknown, and the worst case is assumed for both:
 
     - When the end of a row gives back what it shares with others: never, as those may last longer.
     - When a prompt that is not computed yet begins to decode: its row may still be there when all others have ended,

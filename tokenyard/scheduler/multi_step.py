@@ -1,5 +1,7 @@
 """Multi-step decode: several decode steps in one plan, for drivers that know in advance when the next row ends.
 
+The idea of vLLM V0's multi-step scheduling (`num_scheduler_steps`).
+
 If no request waits, a step that only decodes is followed by the same step one position further. The functions here
 merge such steps into one plan and one result, and leave the same state as the single steps
 (tests/contract/test_multi_step.py checks this).
@@ -63,7 +65,7 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
     return (
         state.settings.max_in_flight == 1
         and not state.drafting
-        # What falls behind a window is free after each single step.
+        # Pages that leave the sliding window are freed after each single step.
         and state.memory.windows is None
         and plan.decode_rows == len(plan.pool_rows)
         and not len(state.waiting)
@@ -74,7 +76,7 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
 
 
 def _further(state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int) -> int:
-    """How many steps after the first keep to `max_steps` and to the rows' limits."""
+    """How many steps after the first stay within `max_steps` and the rows' limits."""
     # A row computes its last token at position limit - 1.
     return max(min(max_steps, int((state.table.limit[rows] - plan.starts).min())) - 1, 0)
 
@@ -85,7 +87,7 @@ def _surely_fit(memory: KvMemory, plan: StepPlan, further: int) -> bool:
 
 
 def _fitting(memory: KvMemory, plan: StepPlan, further: int) -> int:
-    """For how many of `further` more steps there are pages."""
+    """For how many of `further` more steps enough pages are free."""
     # A row takes a page whenever it begins one, which is every `page_size` steps.
     period = np.bincount(memory.page_size - 1 - plan.starts % memory.page_size, minlength=memory.page_size)
     free = memory.allocator.available + memory.tree.evictable_pages

@@ -1,8 +1,8 @@
-"""Which rows hold which parts of the prefix tree, for accounts of KV that several rows use at once.
+"""Which rows hold which parts of the prefix tree, to account for KV that several rows share.
 
 A row holds the path from the root to the node that it has locked. Each node on it counts its rows, so a row that takes,
-extends or gives up its prefix costs the length of that path, and no step walks the tree. It is kept only while a
-headroom or a tenant's share needs it.
+extends or gives up its prefix costs the length of that path, and no step walks the tree. The index is active only
+while a headroom or a tenant's share needs it.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from tokenyard.scheduler.request_table import RequestTable
 
 
 class NodeUse:
-    """The rows that hold one node: how many, the sum of their numbers, and how many by tenant.
+    """The rows that hold one node: their count, the sum of their row numbers, and their count by tenant.
 
-    With one row left, the sum is that row.
+    If one row is left, the sum is that row.
     """
 
     __slots__ = ("rows", "sum", "tenants")
@@ -61,7 +61,7 @@ class PrefixHolders(TenantPrefixes, PrefixListener):
             node = node.parent
 
     def release(self, row: int) -> None:
-        """`row` holds no prefix any longer."""
+        """`row` no longer holds a prefix."""
         table, tenant, node = self._table, int(self._table.tenant[row]), self._nodes.pop(row, None)
         table.shared[row] = 0
         while node is not None and node.parent is not None:

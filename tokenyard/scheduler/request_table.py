@@ -20,7 +20,7 @@ from tokenyard.scheduler.stage_clock import StageClock
 
 NO_GROUP = -1
 MAX_TENANTS = 4096
-"""Later tenants count as one, because clients can invent names and policies keep an account for each."""
+"""Further tenants share one account: clients can invent names, and policies keep an account for each."""
 
 INT32_COLUMNS = (
     "prompt_tokens",
@@ -72,7 +72,7 @@ INT64_COLUMNS = (
 
 
 class Interner:
-    """Numbers names from `first` on, the lowest free number first, and drops a name that has no user any more."""
+    """Numbers names from `first` on, the lowest free number first, and drops a name that has no users left."""
 
     def __init__(self, first: int = 0) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -99,7 +99,7 @@ class Interner:
         self._users[number] += 1
 
     def release(self, number: int) -> None:
-        """Count one user of this number less."""
+        """Count one user of this number fewer."""
         self._users[number] -= 1
         if not self._users[number]:
             del self._users[number], self._numbers[self._names.pop(number)]
@@ -111,14 +111,17 @@ class Interner:
 
 @dataclass(slots=True)
 class RequestState:
-    """The fields of one request outside the hot path.
+    """The fields of one request outside the hot path (SGLang's `Req`, vLLM's `Request`).
 
-    known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens). node: the
-    deepest tree node the row has locked. followers: numbers of the group's other answers, which wait for this one.
-    clock: how long the request spends in each stage. retracted_at_release: of a row retracted for lack of pages, how
-    often pages had been returned by then (`SchedulerState.pages_returned_since`). run: of a LOADING row, the name of
-    the first block that it loads. fresh: its pool row and pages are not in any plan yet. vector: that of its prompt
-    (raw float32), once it is computed.
+    known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens).
+    node: the deepest tree node that the row has locked.
+    followers: numbers of the group's other answers, which wait for this one.
+    clock: how long the request spends in each stage.
+    retracted_at_release: for a row retracted for lack of pages, how often pages had been returned by then
+        (`SchedulerState.pages_returned_since`).
+    run: for a LOADING row, the name of the first block that it loads.
+    fresh: its pool row and pages are not in any plan yet.
+    vector: the embedding of its prompt (raw float32), once computed.
     """
 
     request: Request
@@ -135,15 +138,20 @@ class RequestState:
 class RequestTable:
     """Columns by row. See `policy.Columns` for the meaning of those that policies read; the others are:
 
-    number: the request's number. in_tree: leading tokens of a waiting row whose KV the tree has, of which `matchable`
-    are usable; kept like that. pool_row: row of ReqToTokenPool, -1 while waiting.
-    verifying: drafts that a plan in flight verifies, the last ones of `planned`. drafts: drafts that the executor has
-    ready for the row's next step. acceptance_rate: in thousandths, of its next draft if those before it are right.
-    last_step: the latest plan that contains the row. gates, state: lifecycle. reach: leading tokens whose KV can be
-    loaded from elsewhere. constrained: 1 for rows whose answer must keep to a grammar; `grammars` counts them.
-    verified_drafts, accepted_drafts: of the answer so far. adapter: small integer per LoRA adapter, 0 for none. slot:
-    where that is on the device while the row has its place, 0 for nowhere. skipped_since_ns: when it was first passed
-    over for lack of a slot, 0 before.
+    number: the request's number.
+    in_tree: leading tokens of a waiting row whose KV is in the tree; `matchable` of them are usable.
+    pool_row: row of ReqToTokenPool, -1 while waiting.
+    verifying: drafts that a plan in flight verifies, the last ones of `planned`.
+    drafts: drafts that the executor has ready for the row's next step.
+    acceptance_rate: of its next draft if those before it are right, in thousandths.
+    last_step: the latest plan that contains the row.
+    gates, state: lifecycle.
+    reach: leading tokens whose KV can be loaded from elsewhere.
+    constrained: 1 for rows whose answer must match a grammar; `grammars` counts them.
+    verified_drafts, accepted_drafts: of the answer so far.
+    adapter: small integer per LoRA adapter, 0 for none.
+    slot: device slot of the adapter while the row is admitted, 0 for none.
+    skipped_since_ns: when the row was first passed over for lack of a slot, 0 before.
     """
 
     def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
@@ -319,11 +327,11 @@ class RequestTable:
         return self._adapters.number_of(adapter)
 
     def retain_adapter(self, number: int) -> None:
-        """One more user of an adapter's number, until `release_adapter`."""
+        """Add one use of an adapter's number, until `release_adapter`."""
         self._adapters.keep(number)
 
     def release_adapter(self, number: int) -> None:
-        """One user of an adapter's number less."""
+        """Release one use of an adapter's number."""
         self._adapters.release(number)
 
     def numbers(self) -> list[int]:
@@ -358,7 +366,7 @@ class StopTokens:
         self._ids = np.full((pool_rows, 4), NO_TOKEN, np.int32)
 
     def write(self, pool_row: int, token_ids: set[int]) -> None:
-        """Set what ends `pool_row` from now on."""
+        """Set the tokens that end `pool_row` from now on."""
         missing = len(token_ids) - self._ids.shape[1]
         if missing > 0:
             self._ids = np.pad(self._ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)

@@ -42,7 +42,7 @@ from tokenyard.scheduler.waiting_index import WaitingIndex
 def prior_cost_model(info: ExecutorInfo) -> LinearCost:
     """The first cost model of a device that was not calibrated, until its steps correct it.
 
-    Every device but CUDA is taken for a small CPU, so that the first steps are short rather than long.
+    Every device except CUDA counts as a small CPU, so that the first steps are short rather than long.
     """
     return get_profile("h100", "llama-3-8b").cost() if info.device.startswith("cuda") else unknown_cpu()
 
@@ -73,7 +73,10 @@ class ExpiryQueue:
 
 
 class SchedulerState:
-    """All state of the scheduler but the plans in flight."""
+    """All state of the scheduler except the plans in flight.
+
+    Its lists are SGLang's `waiting_queue` and `running_batch`, vLLM's `waiting` and `running`.
+    """
 
     def __init__(self, settings: SchedulerSettings, info: ExecutorInfo, cost: CostModel | None) -> None:
         """Raises ConfigError for settings that contradict each other or an unknown policy."""
@@ -125,7 +128,7 @@ class SchedulerState:
         self._admitted(row, hit, now)
 
     def begin_output(self, row: int, token: int, now: int) -> None:
-        """Append the first token of its answer, which was sampled elsewhere, to a waiting row, and deliver it."""
+        """Append and deliver the first token of a waiting row's answer, which another engine sampled."""
         table, request_state = self.table, self.table.request_state(row)
         self._index.remove(row)
         request_state.known_ids = np.append(request_state.known_ids, np.int32(token))
@@ -160,7 +163,7 @@ class SchedulerState:
     def arrived(self, row: int, tokens: int, now: int) -> None:
         """Loading to prefill: the KV of the first `tokens` tokens of `row` is there, of which whole pages count.
 
-        They are published at once, so that rows that waited for the same KV find it in the tree. Pages for tokens that
+        They are published at once, so that rows that wait for the same KV find it in the tree. Pages for tokens that
         did not arrive are freed; those tokens are computed like any other part of a prompt.
         """
         table, memory = self.table, self.memory
@@ -183,8 +186,10 @@ class SchedulerState:
         self.table.loadable_tokens[row] = 0
 
     def cache_unfinished(self, row: int) -> Int32Array:
-        """Give the tree the whole pages of what `row` has computed so far; returns the pages (int32[n]) of the tree
-        that replace its own from its old `cached` on, because the tree had them already.
+        """Insert the full pages that `row` has computed so far into the tree (SGLang's `cache_unfinished_req`).
+
+        Returns the pages (int32[n]) of the tree that replace its own from its old `cached` on, because the tree had
+        them already.
         """
         memory, table = self.memory, self.table
         request_state = table.request_state(row)
@@ -220,7 +225,7 @@ class SchedulerState:
         table.admitted_ns[row] = now
         table.hit[row] = min(hit, int(table.prompt_tokens[row]))
         self.run_timeouts.start(int(table.number[row]), now)
-        # A row that arrived with the first token of its answer was told of with that token.
+        # A row that arrived with the first token of its answer was reported with that token.
         if not table.first_token_ns[row]:
             self._emit_started(row)
 
@@ -292,7 +297,10 @@ class SchedulerState:
             self.limits.charge_decode(rows)
 
     def retract(self, row: int, why: RetractReason, now: int) -> None:
-        """Send a row that holds pages back to its place in the queue. What it has computed stays in the tree."""
+        """Return a row that holds pages to its place in the queue (SGLang's retraction, vLLM's preemption).
+
+        What it has computed stays in the tree.
+        """
         table = self.table
         request_state = table.request_state(row)
         request_state.known_ids = self.memory.pool.token_ids[table.pool_row[row], : table.known[row]].copy()
@@ -365,8 +373,9 @@ class SchedulerState:
         table.remove(row)
 
     def end_hold(self, number: int) -> None:
-        """Free pages that were held for `number`; nothing outside reads or writes them any more. If its request gave up
-        a load and waits, it may start again.
+        """Free pages that were held for `number`; no transfer or load reads or writes them any more.
+
+        If its request gave up a load and waits, it may start again.
         """
         self.memory.end_hold(number)
         for row in self.known_rows([number]):
@@ -402,7 +411,7 @@ class SchedulerState:
 
     def _release(self, row: int) -> Release:
         table, request_state = self.table, self.table.request_state(row)
-        # They are counted with the rest of what it held from now on.
+        # From now on they count with the other pages that it held.
         self.memory.draft_pages -= self._draft_pages(np.array([row], np.int32))
         table.verifying[row] = 0
         release = Release(
@@ -457,7 +466,7 @@ class SchedulerState:
             self.sweep()
 
     def admitted_rows(self) -> Int32Array:
-        """All rows that have a place, int32[n]."""
+        """All admitted rows (loading, prefill or running), int32[n]."""
         return np.concatenate((self.running.rows, self.prefilling.rows, self.loading.rows))
 
     # ---- views ---------------------------------------------------------------------------------------------
@@ -549,7 +558,7 @@ class SchedulerState:
         tiers = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
         self.stores: KvStoreQueue | None = KvStoreQueue(self.settings, self.memory) if tiers else None
         if self.settings.enable_kv_events:
-            # Clearing the new tree emits an event, after which subscribers drop what they know of the old one.
+            # Clearing the new tree emits an event, on which subscribers drop their state of the old one.
             self.memory.tree.clear()
         if self._index.active:
             self._index.activate(self.memory, self.waiting.rows.tolist())

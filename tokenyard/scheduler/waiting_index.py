@@ -1,4 +1,6 @@
-"""What each waiting row would hit in the prefix tree now, updated as the tree changes, never by matching again.
+"""The current prefix hit of each waiting row, updated as the tree changes, without matching again.
+
+SGLang's `SchedulePolicy` matches the waiting queue against the tree in every step instead.
 
 A waiting row belongs to the deepest tree node that it matches in full, in a bucket named by its next page of tokens. A
 new leaf affects only the bucket of its first page, a split only the bucket of the run that was cut, an eviction only
@@ -30,8 +32,9 @@ _FEW_CHILDREN = 8
 class Branch:
     """A tree node with waiting rows at it or below it; the node's `tag`. See `policy.PrefixBranch` for its readers.
 
-    buckets: rows that belong here, by their next page (NO_PAGE: nothing left to match). weight: rows here and below.
-    heap: (-weight, birth, child) for each child, and stale entries, which are not their child's `entry` any more.
+    buckets: rows that belong here, by their next page (NO_PAGE: nothing left to match).
+    weight: number of rows here and below.
+    heap: (-weight, birth, child) for each child, and stale entries, which are no longer their child's `entry`.
     usable: how many of the node's tokens, from the root on, are usable.
     """
 
@@ -49,7 +52,7 @@ class Branch:
         self._fresh_length = 0
 
     def heaviest_first(self) -> "Iterator[Branch]":
-        """Children by falling weight, among equals the oldest. Lazy, O(log n) each, where there are many."""
+        """Children by descending weight, ties by age. Lazy: O(log n) per child when there are many."""
         if len(self.heap) <= _FEW_CHILDREN:
             return iter([entry[2] for entry in sorted(self.heap) if entry[2].entry is entry])
         return self._heaviest_of_many()
@@ -133,7 +136,7 @@ class WaitingIndex:
     # ---- waiting rows ------------------------------------------------------------------------------------------
 
     def add(self, row: int) -> None:
-        """`row` waits from now on, for the first time or again."""
+        """`row` starts to wait, for the first time or again."""
         if not self.active:
             self._table.matchable[row] = 0
             return
@@ -147,7 +150,7 @@ class WaitingIndex:
         self._place_row(row, self._tree.match(NO_PAGE, request.namespace).node)
 
     def remove(self, row: int) -> None:
-        """`row` waits no longer."""
+        """`row` stops waiting."""
         place = self._places.pop(row, None)
         if place is None:
             return
