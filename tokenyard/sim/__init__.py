@@ -1,1 +1,1 @@
-"""The simulator: the scheduler that serves, driven by a cost model's clock instead of a device."""
+"""The simulator: the server's scheduler, driven by a cost model's clock instead of a device."""

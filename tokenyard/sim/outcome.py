@@ -30,10 +30,10 @@ UNFINISHED, FINISHED, REJECTED = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class DefaultSlo:
-    """The targets by which a request counts as met: TTFT at most max(`ttft_s`, `ttft_scale` x its unloaded prefill),
-    and the mean time per output token at most `tpot_s`.
+    """Targets that decide whether a request is met.
 
-    A request's own targets come before these; a deadline replaces the first token's target (as in `base.DefaultSlo`).
+    TTFT is at most max(`ttft_s`, `ttft_scale` x the unloaded prefill), and the mean time per output token at most
+    `tpot_s`. A request's own targets take precedence; a deadline replaces the target of the first token.
     """
 
     ttft_s: float = 1.0
@@ -48,13 +48,13 @@ class DefaultSlo:
             raise ConfigError("--slo-ttft-ms and --slo-ttft-scale are both 0; no request could meet that")
 
     def first_token_s(self, workload: Workload, unloaded_s: Float64Array) -> Float64Array:
-        """float64[n], the target for each request's first token; infinite if only the end has a deadline."""
+        """float64[n], TTFT target of each request; infinite if only the end has a deadline."""
         common = np.maximum(self.ttft_s, self.ttft_scale * unloaded_s)
         none_given = np.where(np.isnan(workload.deadline_s), common, np.inf)
         return np.where(np.isnan(workload.slo_ttft_s), none_given, workload.slo_ttft_s)
 
     def per_token_s(self, workload: Workload) -> Float64Array:
-        """float64[n], the target for each request's mean time per output token."""
+        """float64[n], target for each request's mean time per output token."""
         return np.where(np.isnan(workload.slo_tpot_s), self.tpot_s, workload.slo_tpot_s)
 
 
@@ -97,7 +97,7 @@ class Setup:
 
     @property
     def slo(self) -> DefaultSlo:
-        """The targets of requests without their own, from the scheduler's settings."""
+        """Targets of requests without their own, from the scheduler's settings."""
         settings = self.settings
         return DefaultSlo(settings.slo_ttft_ms / 1e3, settings.slo_ttft_scale, settings.slo_tpot_ms / 1e3)
 
@@ -150,7 +150,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRun:
-    """What one scheduler did: device time, its counters, and how often it was started again."""
+    """Totals of one scheduler: device time, counters, and how often it was restarted."""
 
     busy_s: float
     counters: dict[str, int]
@@ -161,11 +161,16 @@ class SchedulerRun:
 class Outcome:
     """The outcome of each request, as columns by request number, and of the whole run.
 
-    status: int32[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was
-    never reached; sent_ns is when it left the router, arrivals are those of `workload`. unloaded_s: float64[n], see
-    `unloaded_prefill_s`. place: int32[n], the scheduler that served it, -1 for none: rank r of replica e is number
-    e * dp_size + r. schedulers: what each did. transfers: with prefill engines, what was moved. kv_store:
-    counters of the KV store. policy_note: why another policy than the configured one decided; "" if it did not.
+    Times are in ns from the start of the trace, 0 for a stage never reached. Arrivals are those of `workload`.
+
+    status: int32[n], UNFINISHED, FINISHED or REJECTED.
+    place: int32[n], scheduler that served the request, -1 for none: rank r of replica e is number e * dp_size + r.
+    sent_ns: int64[n], when the request left the router.
+    unloaded_s: float64[n], see `unloaded_prefill_s`.
+    policy_note: why another policy than the configured one decided, "" if it did not.
+    schedulers: totals per scheduler.
+    transfers: KV transfers; None without prefill engines.
+    kv_store: counters of the KV store; None without one.
     """
 
     workload: Workload
@@ -199,7 +204,7 @@ class Outcome:
 
     @property
     def busy_seconds(self) -> float:
-        """Time that all devices worked."""
+        """Seconds of work summed over all devices."""
         return sum(run.busy_s for run in self.schedulers)
 
     @property
@@ -237,13 +242,13 @@ class Outcome:
 
     @property
     def late_s(self) -> Float64Array:
-        """float64[n], how far each request's first token or end was beyond its target; NaN if unfinished."""
+        """float64[n], seconds that each first token or end was beyond its target; NaN if unfinished."""
         late: Float64Array = np.maximum(self.ttft_s - self.ttft_slo_s, self._overdue_s)
         return np.maximum(late, 0.0)
 
     @property
     def _overdue_s(self) -> Float64Array:
-        """float64[n], how far each end was beyond its deadline, far below 0 where there is none."""
+        """float64[n], seconds that each end was beyond its deadline, far below 0 where there is none."""
         overdue: Float64Array = self.e2e_s - np.where(
             np.isnan(self.workload.deadline_s), np.inf, self.workload.deadline_s
         )
@@ -251,16 +256,17 @@ class Outcome:
 
     @property
     def met(self) -> BoolArray:
-        """bool[n], whether each request met its own targets or the run's; rejected and unfinished ones did not."""
+        """bool[n], whether each request met its own targets or the run's; False for rejected and unfinished ones."""
         with np.errstate(invalid="ignore"):
             fast = self.tpot_s <= self.setup.slo.per_token_s(self.workload)
             met: BoolArray = self.served & (self.late_s <= 0.0) & fast
         return met
 
     def certain_misses(self, window: slice, popped: int, begun: list[int] | None) -> int:
-        """How many requests of `window` cannot meet their targets any more: those that have ended so, and of the first
-        `popped` those whose first token is overdue. begun: the open ones with a first token, None where that is not
-        known.
+        """Number of requests of `window` that can no longer meet their targets.
+
+        These are the requests that ended late, and those of the first `popped` ones whose first token is overdue.
+        `begun`: the open requests with a first token, None if not known.
         """
         status = self.status[window]
         missed = (status == REJECTED) | ((status == FINISHED) & ~self.met[window])
@@ -298,7 +304,7 @@ def executor_info(setup: Setup, replica: int = 0) -> ExecutorInfo:
 
 
 def blank_outcome(workload: Workload, setup: Setup) -> Outcome:
-    """The outcome before anything has happened."""
+    """The outcome before the first event."""
     count = len(workload)
     return Outcome(
         workload=workload,

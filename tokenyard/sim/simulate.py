@@ -1,4 +1,4 @@
-"""Running a workload through one engine, or through a fleet behind routers, in virtual time."""
+"""Runs a workload through one engine, or through a fleet behind routers, in virtual time."""
 
 import time
 from collections.abc import Callable
@@ -48,8 +48,10 @@ def simulate(
     """Serve `workload` with `setup` and return the outcome.
 
     `observer` sees every step of the first scheduler and `tape` records it; `progress` is called with (submitted, all)
-    at intervals. Raises ConfigError for settings that cannot work, and, with its file and line, for a policy of the
-    user's own that fails: the numbers would be those of fcfs.
+    at intervals.
+
+    Raises ConfigError for settings that cannot work, and, with file and line, for a user policy that fails: the results
+        would be those of fcfs.
     """
     begin = time.perf_counter()
     run = Simulation(workload, setup, observer, tape)

@@ -1,4 +1,4 @@
-"""Policy `adaptive` in virtual time: looks ahead every few seconds and changes the policy as a server would."""
+"""Policy `adaptive` in virtual time: runs a lookahead every few seconds and changes the policy, as a server does."""
 
 from tokenyard.base import Finish, Request, SchedulerSettings
 from tokenyard.policy.adaptive import AdaptiveOptions, CandidateSelector, LookaheadPacer
@@ -14,7 +14,7 @@ estimate, so looks come about as often as in a server, and at the same times on 
 
 
 class AdaptiveDriver:
-    """Looks ahead for one replica. Looks take no virtual time."""
+    """Runs the lookahead for one replica. A lookahead takes no virtual time."""
 
     def __init__(self, settings: SchedulerSettings, replica: SimScheduler) -> None:
         self._replica = replica
@@ -26,16 +26,16 @@ class AdaptiveDriver:
         replica.scheduler.apply(self.selector.begin(), replica.now)
 
     def submitted(self, request: Request, now: int) -> None:
-        """A request was given to the replica."""
+        """Record a request that is submitted to the replica."""
         self._pacer.next_ns = max(self._pacer.next_ns, now)
         self._traffic.take(RequestArrived.of(request, now, blocks=self._blocks))
 
     def finished(self, finish: Finish) -> None:
-        """A request has ended."""
+        """Record the end of a request."""
         self._traffic.take(RequestEnded.of(finish))
 
     def advance(self, until: int, *, to_arrival: bool) -> None:
-        """`SimScheduler.advance`, with the looks that are due while there is work."""
+        """`SimScheduler.advance`, with the lookaheads that are due while there is work."""
         while self._pacer.next_ns < until:
             self._replica.advance(self._pacer.next_ns)
             if not self._replica.scheduler.has_work:
@@ -45,12 +45,12 @@ class AdaptiveDriver:
 
     @property
     def due_ns(self) -> int:
-        """See `SimScheduler.due_ns`; while there is work a look is due, too."""
+        """See `SimScheduler.due_ns`. While there is work, a lookahead can be due as well."""
         replica = self._replica
         return min(replica.due_ns, self._pacer.next_ns) if replica.scheduler.has_work else replica.due_ns
 
     def turn(self) -> None:
-        """Look if it is time, else let the replica have its turn."""
+        """Run a lookahead if one is due, else run the replica's turn."""
         now = self._pacer.next_ns
         if now > self._replica.due_ns or not self._replica.scheduler.has_work:
             self._replica.turn()
@@ -60,7 +60,7 @@ class AdaptiveDriver:
             self._run_lookahead(now)
 
     def advance_to(self, now: int) -> None:
-        """Bring the replica to `now`, at which something from outside happens to it."""
+        """Advance the replica to `now`, the time of an external event."""
         self._replica.advance_to(now)
 
     def _run_lookahead(self, now: int) -> None:

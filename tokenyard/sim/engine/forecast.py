@@ -1,15 +1,15 @@
-"""A forecast of the next seconds of a running scheduler: present requests, arrivals like the latest, and the cache.
+"""A forecast of the next seconds of a running scheduler: open requests, future arrivals, and the cache.
 
 It differs from the real future:
 
-- output lengths are not known: each is drawn from the latest answers, for a running request from those longer than its
-  output so far;
-- requests to come are drawn from those of the last minute, recent ones more often, with their shared prefixes; a
-  request for several answers counts as one for one answer;
-- the cache holds the prompts of the latest requests to end, without their answers, as many as it held tokens; prompts
-  are known to whole blocks of 128 tokens;
-- a request whose prompt is half computed waits, with the computed half in the cache, and one that runs counts as a
-  prompt of what it has computed.
+- Output lengths are unknown. Each is drawn from the latest answers; for a running request, from those longer than its
+  output so far.
+- Future requests are drawn from those of the last minute, recent ones more often, with their shared prefixes. A request
+  for several answers counts as a request for one.
+- The cache holds the prompts of the latest requests to end, without their answers, up to the number of tokens that it
+  held. Prompts are known in whole blocks of 128 tokens.
+- A request whose prompt is half computed waits, with the computed half in the cache. A running request counts as a
+  prompt of the tokens that it has computed.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ NO_BLOCKS = np.empty(0, np.int64)
 
 
 class RecentTraffic:
-    """The requests of the last minute, those that are open, and the latest ones to end."""
+    """The requests of the last minute, the open requests, and the latest ones to end."""
 
     def __init__(self) -> None:
         self.arrivals: deque[RequestArrived] = deque(maxlen=MAX_ARRIVALS)
@@ -58,29 +58,35 @@ class RecentTraffic:
             del self.open[next(iter(self.open))]
 
     def forget(self, now: int) -> None:
-        """Drop arrivals of more than a minute ago."""
+        """Drop arrivals that are older than a minute."""
         while self.arrivals and self.arrivals[0].arrival_ns < now - TRAFFIC_WINDOW_NS:
             self.arrivals.popleft()
 
     def since_ns(self) -> int:
-        """The time (ns) from which on all arrivals of the last minute are known."""
+        """The time (ns) since which every arrival of the last minute is known."""
         if self._first_ns is None or len(self.arrivals) == MAX_ARRIVALS:
             return self.arrivals[0].arrival_ns
         return self._first_ns
 
     def outputs(self) -> Int64Array:
-        """Lengths of the latest whole answers, in ascending order; a guess if there is none."""
+        """Lengths of the latest complete answers, in ascending order; a guess if there is none."""
         found = [ended.output_tokens for _, ended in self.ended if ended.whole]
         return np.array(sorted(found) or [DEFAULT_OUTPUT_TOKENS], np.int64)
 
 
 @dataclass(slots=True)
 class SampledFuture:
-    """The future that all candidates share: requests by their number in it, in columns, and the cached prompts.
+    """The future that all candidates share: requests as columns by their number in it, and the cached prompts.
 
-    answers: int64[m], lengths of earlier answers. requests: those that run, then those that wait, then those to come.
-    due_ns: when the first token is due. tpot_ns: the target of further ones. written: output tokens so far; first_ns:
-    when the first one came, 0 if it has not. outputs: tokens that are to come.
+    answers: int64[m], lengths of earlier answers.
+    running, waiting: number of running and of waiting requests.
+    requests: the running requests, then the waiting ones, then future arrivals.
+    due_ns: when the first token of each request is due.
+    tpot_ns: target time per further token.
+    written: output tokens so far.
+    first_ns: when the first token came, 0 if it has not.
+    outputs: output tokens still to come.
+    cached: the prompts in the cache.
     """
 
     answers: Int64Array
@@ -99,7 +105,7 @@ class SampledFuture:
 
 
 def forecast(traffic: RecentTraffic, state: LookaheadState, horizon_s: float, number: int) -> SampledFuture:
-    """Draw the future number `number` of the `horizon_s` seconds after the state. Equal arguments, equal futures."""
+    """Draw future number `number` of the `horizon_s` seconds after `state`. Equal arguments give equal futures."""
     return _Forecaster(traffic, state, horizon_s, number).future()
 
 
@@ -132,7 +138,7 @@ class _Forecaster:
 
     def _add_running(self, row: dict[str, int]) -> None:
         written = row["planned"] - row["prompt_tokens"]
-        # The last chunk may be under way; then the first token comes now.
+        # The last chunk may still be in flight; then the first token comes now.
         first_ns = row["first_token_ns"] or self._state.now
         self._add_open(row, row["planned"], written, first_ns)
 
@@ -143,7 +149,7 @@ class _Forecaster:
             self._future.cached.append(ids[: row["planned"]])
 
     def _add_open(self, row: dict[str, int], tokens: int, written: int, first_ns: int) -> Int32Array:
-        """Add a present request, as a prompt of `tokens` tokens, `written` of which belong to its answer."""
+        """Add an open request as a prompt of `tokens` tokens, `written` of which belong to its answer."""
         arrived = self._traffic.open.get(row["number"])
         ids = self._prompt(arrived.blocks if arrived is not None else NO_BLOCKS, tokens, row["prompt_tokens"])
         most = row["limit"] - tokens + 1
@@ -190,7 +196,7 @@ class _Forecaster:
         written: int = 0,
         first_ns: int = 0,
     ) -> None:
-        """Add a request with a deadline (ns after arrival) and targets (ttft, tpot) in ns, each 0 for none."""
+        """Add a request with a deadline (ns after arrival) and targets (ttft, tpot) in ns; 0 means none."""
         future, number = self._future, len(self._future)
         most, (ttft_ns, tpot_ns) = max(most, 1), targets_ns
         if not ttft_ns:
@@ -216,9 +222,9 @@ class _Forecaster:
         future.outputs.append(min(self._draw_rest(written), most))
 
     def _draw_rest(self, written: int) -> int:
-        """Output tokens still to come after `written`; an answer longer than all others is predicted to double.
+        """Output tokens still to come after `written`. An answer longer than all others is predicted to double.
 
-        The draw is made in any case, so that later draws stay the same.
+        The draw is always made, so that later draws do not depend on this one.
         """
         share, outputs = float(self._rng.random()), self._outputs
         longer = int(np.searchsorted(outputs, written, side="right"))
@@ -227,7 +233,7 @@ class _Forecaster:
         return int(outputs[longer + int(share * (len(outputs) - longer))]) - written
 
     def _draw_arrivals(self) -> list[tuple[int, RequestArrived]]:
-        """Arrivals at the weighted rate of the last minute, evenly spread, each a copy of a recent one."""
+        """Arrivals at the weighted rate of the last minute, evenly spaced, each a copy of a recent one."""
         traffic, now = self._traffic, self._state.now
         if not traffic.arrivals:
             return []
@@ -244,7 +250,7 @@ class _Forecaster:
         ]
 
     def _shared_blocks(self, arrived: RequestArrived) -> int:
-        """Leading blocks that another request of the last minute had too."""
+        """Number of leading blocks that another request of the last minute had too."""
         alone = [block not in self._common_blocks for block in arrived.blocks.tolist()]
         return alone.index(True) if True in alone else len(alone)
 
@@ -255,7 +261,7 @@ class _Forecaster:
         return set(blocks[times > 1].tolist())
 
     def _prompt(self, blocks: Int64Array, tokens: int, prompt_tokens: int) -> Int32Array:
-        """Token ids of a prompt that begins with these blocks, goes on by itself, and ends with its own answer."""
+        """Token ids of a prompt that begins with `blocks`, continues with unique ids, and ends with its own answer."""
         number = len(self._future)
         shared = min(len(blocks) * LOOKAHEAD_BLOCK_TOKENS, tokens)
         ids = np.empty(tokens, np.int32)
@@ -266,7 +272,7 @@ class _Forecaster:
         return ids
 
     def _class_ttft_ns(self, prompt_tokens: int) -> int:
-        """The time to first token that is promised to a request that brings no target."""
+        """The TTFT target of a request without its own."""
         unloaded_ns = self._unloaded_ns.get(prompt_tokens)
         if unloaded_ns is None:
             unloaded_ns = unloaded_prefill_s(self._cost, prompt_tokens) * NS_PER_S
@@ -275,7 +281,7 @@ class _Forecaster:
         return round(max(settings.slo_ttft_ms * NS_PER_MS, settings.slo_ttft_scale * unloaded_ns))
 
     def _fill_cache(self) -> None:
-        """What the cache holds: prompts of the latest requests to end, in the order in which they did."""
+        """Fill the cache with the prompts of the latest requests to end, in the order in which they ended."""
         room, found, seen = self._state.cached_tokens, [], set[int]()
         for arrived, ended in reversed(self._traffic.ended):
             if room <= 0:

@@ -1,8 +1,8 @@
-"""Look-ahead for policy `adaptive`: simulates the next seconds of a running scheduler under each candidate.
+"""Lookahead for policy `adaptive`: simulates the next seconds of a running scheduler under each candidate.
 
 The simulation runs the scheduler itself over a cost model. It starts from a `LookaheadState` with a `forecast`, the
-same for all candidates. Steps do not overlap in it, and policies begin without what they have learnt about lengths and
-service. Where running requests have drafts, all requests have drafts like theirs.
+same for all candidates. Steps do not overlap in it, and policies start without what they have learned about lengths and
+service. If running requests have drafts, all requests get drafts like theirs.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,10 @@ UNLIMITED = 1 << 30
 def look_ahead(
     traffic: RecentTraffic, state: LookaheadState, candidates: Sequence[str], horizon_s: float, number: int
 ) -> list[CandidateScore]:
-    """Score each candidate by the `horizon_s` seconds after `state`; only the first one, which is in use, if no other
-    could be clearly better. Equal arguments give equal scores.
+    """Score each candidate by the `horizon_s` seconds after `state`.
+
+    Only the first candidate, which is in use, is scored if no other could be clearly better. Equal arguments give equal
+    scores.
     """
     future = forecast(traffic, state, horizon_s, number)
     end_ns = state.now + round(horizon_s * NS_PER_S)
@@ -82,7 +84,7 @@ class CandidateRun:
         table = scheduler.state.table
         for row in scheduler.state.running.rows.tolist():
             number = int(table.number[row])
-            # The row restarts with no output here. Its first token is dated to when its next token is due, so that it
+            # The row restarts here without output. Its first token is dated to when its next token is due, so that it
             # is as far ahead of its target pace as before.
             table.first_token_ns[row] = future.first_ns[number] + future.written[number] * future.tpot_ns[number]
 
@@ -115,7 +117,9 @@ class CandidateRun:
         self._finishes[finish.number] = finish
 
     def _score_requests(self, name: str, end_ns: int) -> CandidateScore:
-        """Score the requests. Those that had missed their targets before are left out, and those with time left for a
+        """Score the requests.
+
+        Requests that missed their targets before the lookahead are left out, and so are those with time left for a
         first token.
         """
         future, met, judged, ttft_ns, waits = self._future, 0, 0, 0, 0
@@ -137,7 +141,7 @@ class CandidateRun:
         )
 
     def _progress(self, number: int, end_ns: int) -> tuple[int, int, int]:
-        """When the first token came (0: not yet), when the last one did, and how many there are; -1 if refused."""
+        """When the first token came (0: not yet), when the last one did, and how many there are (-1: refused)."""
         future, table = self._future, self._scheduler.state.table
         first_ns, written = future.first_ns[number], future.written[number]
         finish = self._finishes.get(number)
@@ -154,8 +158,9 @@ class CandidateRun:
 
 
 def make_drafter(state: LookaheadState, requests: int, pool_rows: int) -> SimDrafter | None:
-    """What drafts for `requests` requests as the running rows of `state` have drafts, None if none has any: the share
-    of tokens with a draft is the share of these rows that have some, and a draft is right by their mean chance.
+    """The drafter for `requests` requests, modelled on the running rows of `state`; None if no row has drafts.
+
+    The coverage is the share of running rows with drafts. A draft is right with their mean chance.
     """
     rows = state.rows
     drafts, running = rows["drafts"], rows["state"] == RowState.RUNNING
@@ -169,7 +174,7 @@ def make_drafter(state: LookaheadState, requests: int, pool_rows: int) -> SimDra
 
 
 def _restore_settings(settings: SchedulerSettings) -> SchedulerSettings:
-    """Settings under which all running requests are admitted in one step."""
+    """Settings that admit all running requests in one step."""
     return replace(
         settings,
         schedule_policy="fcfs",
@@ -177,7 +182,7 @@ def _restore_settings(settings: SchedulerSettings) -> SchedulerSettings:
         chunked_prefill_size=-1,
         max_prefill_tokens=UNLIMITED,
         prefill_max_requests=-1,
-        # No store answers here.
+        # The lookahead has no KV store.
         enable_hierarchical_cache=False,
         max_queued_requests=-1,
         prefill_decode_interval=0,

@@ -1,7 +1,7 @@
 """Settings of other engines, as baselines in the same simulator.
 
-They are the columns of the project's reference simulation: headroom by past outputs for SGLang where the engine itself
-holds back a share of max_new_tokens (`headroom="ratio"` is that rule), no prefix cache except for lpm.
+They are the columns of the project's reference simulation. SGLang's presets size their headroom by past outputs, where
+SGLang itself reserves a share of max_new_tokens (`headroom="ratio"` is that rule). Only lpm has a prefix cache.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ def _sglang(base: SchedulerSettings) -> SchedulerSettings:
 
 
 def _vllm(base: SchedulerSettings) -> SchedulerSettings:
-    """Decode in every step, prefill fills it up to 8192 tokens; nothing held back, the newest is retracted."""
+    """Decode in every step, prefill fills the step up to 8192 tokens; no headroom, the newest request is retracted."""
     return replace(
         base, chunked_prefill_size=8192, enable_mixed_chunk=True, headroom="none", retraction_policy="newest"
     )
 
 
 def _by_priority(base: SchedulerSettings) -> SchedulerSettings:
-    """Order by the priorities that requests bring, without aging."""
+    """Order by request priority, without aging."""
     return replace(base, schedule_policy="priority", enable_priority_scheduling=True, priority_aging_s=0.0)
 
 
@@ -47,19 +47,19 @@ _PRESETS: dict[str, Callable[[SchedulerSettings], SchedulerSettings]] = {
 
 
 def preset_names() -> list[str]:
-    """The presets, as `--preset` takes them."""
+    """The names that `--preset` accepts."""
     return list(_PRESETS)
 
 
 def preset(name: str, context_length: int) -> SchedulerSettings:
-    """The settings of preset `name`. Raises ConfigError that lists the presets if there is none."""
+    """The settings of preset `name`. Raises ConfigError, which lists the presets, for an unknown name."""
     if name not in _PRESETS:
         raise ConfigError(f"there is no preset {name!r}; choose one of {', '.join(_PRESETS)}")
     return _PRESETS[name](common_settings(context_length))
 
 
 def common_settings(context_length: int) -> SchedulerSettings:
-    """What all presets share: pages of 16, no limit on rows or on prompt tokens a step, no prefix cache."""
+    """The settings that all presets share: pages of 16, no row or prefill token limit, no prefix cache."""
     return SchedulerSettings(
         page_size=PAGE_SIZE,
         max_running_requests=MAX_RUNNING,

@@ -1,4 +1,4 @@
-"""One engine in virtual time: the real scheduler, and an executor that only computes how long steps take."""
+"""One engine in virtual time: the real scheduler, with an executor that only computes how long steps take."""
 
 from collections import deque
 from collections.abc import Callable
@@ -43,11 +43,11 @@ StepObserver = Callable[[int, int, StepPlan, StepWork, Core], None]
 
 
 class SimExecutor:
-    """Runs plans: a row that reaches its true output length samples end-of-sequence, any other row continues.
+    """Runs plans. A row that reaches its true output length samples end-of-sequence; any other row continues.
 
     It identifies a request by its sampling seed, which the workload sets to the request's number. With
-    `distinct_tokens` answers hold the ids of their own stream, so that a later turn can hit them in the prefix cache.
-    drafter: for speculative decoding, None for none.
+    `distinct_tokens` each answer has its own token ids, so that a later turn can hit them in the prefix cache.
+    `drafter` is for speculative decoding, None for none.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class SimExecutor:
         self._number = np.zeros(info.max_pool_rows, np.int64)
 
     def slow_down(self, factor: float) -> None:
-        """From now on everything takes `factor` times as long as usual."""
+        """From now on every step takes `factor` times its normal duration."""
         self._truth = LinearCost(self._usual.terms.scaled(factor), self._usual.links) if factor != 1.0 else self._usual
 
     def run(self, plan: StepPlan) -> tuple[StepWork, StepResult]:
-        """The work of a plan and its result."""
+        """Return the work and the result of a plan."""
         for start in plan.row_starts:
             number = start.sampling.seed
             self._number[start.pool_row] = number
@@ -88,9 +88,9 @@ class SimExecutor:
         return work, StepResult(plan.step, tokens, self._truth.step(work))
 
     def _run_with_drafts(self, plan: StepPlan, work: StepWork, drafter: SimDrafter) -> StepResult:
-        """The result of a plan where rows draft: each yields the drafts that are right and the sample after them."""
+        """The result of a plan with drafts: each row yields its right drafts and the sample after them."""
         accepted, rows = drafter.accepted(plan), plan.pool_rows
-        # Token number j of a row is sampled after the position of its first sample, plus j.
+        # Token j of a row is sampled j positions after its first sample.
         firsts = plan.starts + plan.counts - plan.samples - (np.cumsum(accepted) - accepted)
         places = np.repeat(np.arange(len(rows)), accepted)
         tokens = self._tokens(rows[places], (firsts[places] + np.arange(len(places))).astype(np.int32))
@@ -99,8 +99,9 @@ class SimExecutor:
         return StepResult(plan.step, tokens, seconds, accepted=accepted, drafted=drafted, chances=chances)
 
     def decode_ns(self, plan: StepPlan, work: StepWork) -> Int64Array:
-        """How long each step takes if `plan`, which only decodes, is repeated until a row ends: int64[steps]. `work` is
-        that of its first step.
+        """Duration in ns of each step if `plan`, which only decodes, repeats until a row ends: int64[steps].
+
+        `work` is that of its first step.
         """
         rows = work.rows
         steps = int((self._last_position[plan.pool_rows] - plan.starts).min()) + 1
@@ -109,7 +110,7 @@ class SimExecutor:
         return durations
 
     def run_multi_step(self, plan: StepPlan, duration_ns: int) -> StepResult:
-        """The result of a multi-step plan that takes `duration_ns` in all."""
+        """The result of a multi-step plan that takes `duration_ns` in total."""
         positions = plan.starts + np.arange(plan.num_steps, dtype=np.int32)[:, None]
         return StepResult(plan.step, self._tokens(plan.pool_rows, positions).ravel(), duration_ns / NS_PER_S)
 
@@ -129,9 +130,11 @@ class SimExecutor:
 
 @dataclass(slots=True)
 class _Repeatable:
-    """A plan that only decodes and was not launched yet, so that it may stand for as many steps as nothing comes
-    between. work: of its first step. ends: int64[n], the ends of up to n steps. due: the number of steps after which
-    something happens.
+    """A decode-only plan that is not launched yet and can stand for several steps.
+
+    work: that of its first step.
+    ends: int64[n], end times of up to n steps.
+    due: number of steps after which something happens.
     """
 
     plan: StepPlan
@@ -153,9 +156,11 @@ class _SimulatedStep:
 class SimScheduler:
     """A scheduler with its simulated device.
 
-    Its loop is that of the engine: plan, launch, then commit the oldest step once `depth` steps are in flight (2 is
-    overlap: a plan is made before the result of the last one is known). `depth` is the scheduler's `max_in_flight`,
-    `host_s` is the CPU time of a turn: with overlap it runs during the device's work, without it adds to it.
+    Its loop is the engine's: plan, launch, then commit the oldest step once `depth` steps are in flight. With `depth`
+    2, overlap scheduling, a plan is made before the result of the last step is known.
+
+    depth: the scheduler's `max_in_flight`.
+    host_s: CPU time of a turn. With overlap it runs during the device's work; without, it adds to it.
     """
 
     def __init__(
@@ -169,8 +174,10 @@ class SimScheduler:
         started: Callable[[int, int, int], None] | None = None,
         kv_events_sent: Callable[[list[Any], int], None] | None = None,
     ) -> None:
-        """`started` is called at each first token: (number of the request, cached prompt tokens, ns); `kv_events_sent`
-        with KV events, if the settings enable them: (wire forms of events, ns).
+        """Connect a scheduler to its device.
+
+        started: called at each first token with (request number, cached prompt tokens, ns).
+        kv_events_sent: called with (wire form of KV events, ns) if the settings enable them.
         """
         self.scheduler = scheduler
         self.now = 0
@@ -194,15 +201,16 @@ class SimScheduler:
 
     @property
     def due_ns(self) -> int:
-        """When something happens here next without a request from outside: a step is over, or it is time to plan.
-        Steps that only decode go on until a row ends before this is one. NEVER_NS for nothing.
+        """Time (ns) of the next internal event: a step ends, or planning is due. NEVER_NS for none.
+
+        A repeated decode step is due only when a row ends.
         """
         if self._repeatable is not None:
             return int(self._repeatable.ends[self._repeatable.due - 1])
         return self._in_flight[0].end_ns if self._in_flight else self._wakeup_ns
 
     def submit(self, request: Request, now: int) -> None:
-        """A request arrives at `now`, the time that `advance_to`, or `advance` with `to_arrival`, has reached."""
+        """Submit a request at `now`, the time that `advance_to`, or `advance` with `to_arrival`, has reached."""
         if not self._in_flight:
             self.now = max(self.now, now)
             self._wakeup_ns = self.now
@@ -211,7 +219,7 @@ class SimScheduler:
         self.scheduler.apply(Submit(request), now)
 
     def apply_event(self, event: Event, now: int) -> None:
-        """An event comes from outside at `now`, to which `advance_to` has brought the replica."""
+        """Apply an external event at `now`, the time that `advance_to` has reached."""
         if not self._in_flight:
             self.now = max(self.now, now)
             self._wakeup_ns = self.now
@@ -219,8 +227,9 @@ class SimScheduler:
         self.drain(now)
 
     def pause_until(self, until: int) -> None:
-        """The process is stopped, at the time to which `advance_to` has brought it. The device finishes what it has,
-        and the process takes that in at `until` (ns), when it goes on.
+        """Stall the process from the time that `advance_to` has reached until `until` (ns).
+
+        The device finishes the steps in flight. The process commits them at `until`.
         """
         for step in self._in_flight:
             step.end_ns = max(step.end_ns, until)
@@ -228,10 +237,10 @@ class SimScheduler:
             self._wakeup_ns = max(self._wakeup_ns, until)
 
     def advance(self, until: int, *, to_arrival: bool = False, defer: bool = False) -> None:
-        """Do everything that is due before `until` (ns).
+        """Process everything that is due before `until` (ns).
 
-        With `to_arrival` the next event is a submit, so multi-step plans may overrun it. With `defer` a plan that can
-        be repeated is not launched before `until` unless it ends before, as nobody knows yet what comes.
+        With `to_arrival` the next event is a submit, so a multi-step plan may overrun it. With `defer` a repeatable
+        plan is launched before `until` only if it ends before, because the next event is not known yet.
         """
         while self.now < until:
             if self._repeatable is not None:
@@ -247,11 +256,11 @@ class SimScheduler:
         self.drain(self.now)
 
     def turn(self) -> None:
-        """Do what is due at `due_ns`, and plan what follows."""
+        """Process what is due at `due_ns` and plan the next step."""
         self.advance(self.due_ns + 1, defer=True)
 
     def advance_to(self, now: int) -> None:
-        """Bring it to `now`, at which something from outside happens to it. `now` must not be after `due_ns`."""
+        """Advance to `now`, the time of an external event. `now` must not be after `due_ns`."""
         self.advance(now, to_arrival=True)
         if self._repeatable is not None:
             self._launch_repeatable(now, to_arrival=True)
@@ -261,7 +270,7 @@ class SimScheduler:
         return self._hash.digest()
 
     def _plan(self) -> bool:
-        """One turn of planning; False if there is nothing to do before the next event."""
+        """Run one planning turn; False if there is nothing to do before the next event."""
         plan = self.scheduler.plan(self.now)
         if plan is not None:
             self._retries = 0
@@ -273,7 +282,7 @@ class SimScheduler:
         return bool(self._in_flight)
 
     def _sleep(self, until: int) -> bool:
-        """With nothing to plan, advance to the next try before `until`; False if there is none."""
+        """With nothing to plan, advance to the next attempt before `until`; False if there is none."""
         if not self.scheduler.has_work:
             mismatch = self.scheduler.idle()
             if mismatch is not None:
@@ -300,8 +309,9 @@ class SimScheduler:
             self._hash.update(part.data)
 
     def _as_repeatable(self, plan: StepPlan) -> _Repeatable | None:
-        """A plan that can stand for several steps, up to the one in which a row ends or the last before a timeout;
-        None if that leaves one step. With an observer every step is a plan of its own.
+        """A plan that can stand for several steps: up to the one in which a row ends, or the last before a timeout.
+
+        None if that leaves one step. With an observer every step is its own plan.
         """
         if plan.decode_rows < len(plan.pool_rows) or self._observer is not None:
             return None
@@ -318,8 +328,8 @@ class SimScheduler:
         return _Repeatable(plan, work, durations, ends, due) if due > 1 else None
 
     def _launch_repeatable(self, until: int, to_arrival: bool) -> None:
-        """Launch the repeatable plan for all steps that end before `until`, and one more with `to_arrival`; for one
-        step at least.
+        """Launch the repeatable plan for all steps that end before `until`, at least one; with `to_arrival`, for one
+        step more.
         """
         assert self._repeatable is not None
         again, self._repeatable = self._repeatable, None
@@ -359,7 +369,7 @@ class SimScheduler:
             self._observer(step.begin_ns, step.end_ns, step.plan, step.work, self.scheduler)
 
     def drain(self, now: int) -> None:
-        """Pass on what the scheduler has said by `now` (ns)."""
+        """Deliver the outputs and events that the scheduler has emitted by `now` (ns)."""
         self._undrained = 0
         if not self.scheduler.has_output:
             return

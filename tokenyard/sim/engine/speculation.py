@@ -1,9 +1,9 @@
-"""Speculative decoding in the simulator: an acceptance model as data, and the executor's half of it.
+"""Speculative decoding in the simulator: an acceptance model as data, and the executor's side of it.
 
-Of each output token of a request it is given whether there is a draft for it, and whether that draft is right once
-those before it are. These marks are drawn from rates, or they are those of earlier answers, taken from a tape. How many
-drafts a step verifies is the scheduler's choice, by the same code as in a server; the chances that it goes by are those
-of the same record that an executor keeps (`base.AcceptanceRate`).
+Each output token of a request has a mark: whether there is a draft for it, and whether that draft is right if those
+    before it are. Marks are drawn from rates, or taken from the answers on a tape. The scheduler chooses how many
+    drafts a step verifies, with the same code as in a server. The chances that it uses come from the record that an
+    executor keeps (`base.AcceptanceRate`).
 """
 
 from dataclasses import dataclass
@@ -28,17 +28,19 @@ class AcceptanceTrace(Protocol):
     """The marks of all requests."""
 
     def at(self, numbers: Int64Array, indices: Int64Array) -> Int8Array:
-        """The marks of output tokens `indices` of requests `numbers`, which have one shape."""
+        """Marks of output tokens `indices` of requests `numbers`, two arrays of one shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What drafts a simulated engine has: at most `tokens` for a step of a request.
+    """The drafts that a simulated engine has.
 
-    acceptance: the chance of a draft to be right if those before it are; each request draws its own evenly from this
-    range. coverage: the share of output tokens for which there is a draft. recorded: marks of earlier answers (int8[m]
-    each, from the second output token on), which count instead: request i has those of answer i, in turn and as often
-    as it takes. draft_s: seconds that the device takes for the drafts of a step, as a draft model does.
+    tokens: most drafts per step of a request.
+    acceptance: range of the chance that a draft is right if those before it are; each request draws its own uniformly.
+    coverage: share of output tokens that have a draft.
+    recorded: marks of earlier answers (int8[m] each, from the second output token on), used instead of the rates.
+        Requests take these answers in turn.
+    draft_s: seconds that the device needs for the drafts of a step, as for a draft model.
     """
 
     tokens: int
@@ -48,7 +50,7 @@ class Speculation:
     draft_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a number that cannot be."""
+        """Raise ConfigError for a number out of range."""
         low, high = self.acceptance
         if not 1 <= self.tokens <= 64:
             raise ConfigError(f"--speculative-num-draft-tokens is {self.tokens}; it must be from 1 to 64")
@@ -60,7 +62,7 @@ class Speculation:
             raise ConfigError(f"--draft-ms is {1e3 * self.draft_s:g}; it must be from 0 to 1e6")
 
     def marks(self, requests: int, seed: int) -> AcceptanceTrace:
-        """The marks of a workload of so many requests."""
+        """The marks of a workload of `requests` requests."""
         if self.recorded:
             return RecordedMarks(self.recorded)
         low, high = self.acceptance
@@ -68,7 +70,7 @@ class Speculation:
 
 
 class DrawnMarks:
-    """Marks drawn one by one: request i has drafts for a share `coverage` of its tokens, and `right[i]` of these are
+    """Marks drawn per token: request i has drafts for a share `coverage` of its tokens, of which a share `right[i]` is
     right.
     """
 
@@ -100,7 +102,9 @@ class RecordedMarks:
 
 
 class SimDrafter:
-    """Drafts for the rows of a simulated executor: how many each has ready, how many of these are right, its record."""
+    """Drafts for the rows of a simulated executor: how many are ready per row, how many of them are right, and the
+    record.
+    """
 
     def __init__(self, speculation: Speculation, marks: AcceptanceTrace, pool_rows: int) -> None:
         self._marks, self._ahead = marks, np.arange(speculation.tokens, dtype=np.int64)
@@ -110,12 +114,12 @@ class SimDrafter:
         self._records = [AcceptanceRate() for _ in range(pool_rows)]
 
     def start(self, pool_row: int) -> None:
-        """A request takes a pool row."""
+        """Reset the record of a pool row for a new request."""
         self._ready[pool_row] = self._right[pool_row] = 0
         self._records[pool_row] = AcceptanceRate()
 
     def accepted(self, plan: StepPlan) -> Int32Array:
-        """How many tokens each row of a plan yields: int32[n]."""
+        """Number of tokens that each row of a plan yields: int32[n]."""
         accepted = plan.samples.copy()
         verify = slice(plan.decode_rows, plan.chunks_from)
         right = self._right[plan.pool_rows[verify]]
@@ -125,10 +129,12 @@ class SimDrafter:
     def draft(
         self, plan: StepPlan, accepted: Int32Array, numbers: Int64Array, prompt_tokens: Int64Array
     ) -> tuple[Int32Array, Int32Array, float]:
-        """Take in what the rows of a plan yield (int32[n]) and draft for their next steps. numbers, prompt_tokens:
-        int64[n], of the rows' requests.
+        """Record the tokens that the rows of a plan yield (int32[n]) and draft for their next steps.
 
-        Returns how many drafts each row has and their chances in thousandths, int32[n] twice, and the seconds it takes.
+        numbers, prompt_tokens: int64[n], of the rows' requests.
+
+        Returns the number of drafts per row and their chances in thousandths, both int32[n], and the seconds that
+        drafting takes.
         """
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
         places = np.flatnonzero(accepted)
@@ -147,10 +153,10 @@ class SimDrafter:
 
 
 class MarksOnTape:
-    """Takes the marks of answers from the steps on a tape.
+    """Collects the marks of answers from the steps on a tape.
 
-    Of a token whose draft was not verified it is not known whether the draft was right: it is drawn by the chance that
-    the executor told then. A request that was retracted counts as two answers.
+    For a token whose draft was not verified, it is unknown whether the draft was right. Its mark is drawn with the
+    chance that the executor reported at the time. A retracted request counts as two answers.
     """
 
     def __init__(self) -> None:
@@ -161,7 +167,7 @@ class MarksOnTape:
         self._rng = np.random.default_rng(0)
 
     def committed(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in a step: first what its rows yielded, then the drafts that these have for their next steps."""
+        """Record a step: first the tokens that its rows yielded, then the drafts for their next steps."""
         for start in plan.row_starts:
             self._open[start.pool_row] = []
             self._answers.append(self._open[start.pool_row])
@@ -175,7 +181,7 @@ class MarksOnTape:
             zip(*map(np.ndarray.tolist, columns), strict=True)
         ):
             if row not in self._open:
-                # The tape begins in the middle of its answer.
+                # The tape starts in the middle of this answer.
                 continue
             if place < plan.chunks_from:
                 self._open[row] += self._marks(count - 1, tokens, *self._ready[row])
@@ -183,7 +189,7 @@ class MarksOnTape:
             self._max_drafts = max(self._max_drafts, drafted)
 
     def _marks(self, verified: int, tokens: int, ready: int, chance: int) -> list[int]:
-        """The marks of the `tokens` that a row yielded, which verified some of the drafts that were ready."""
+        """The marks of the `tokens` tokens of a row that verified `verified` of its `ready` drafts."""
         found = [RIGHT] * (tokens - 1)
         if tokens <= verified:
             return [*found, WRONG]
@@ -192,6 +198,6 @@ class MarksOnTape:
         return [*found, RIGHT if self._rng.random() * 1000 < chance else WRONG]
 
     def speculation(self) -> Speculation | None:
-        """What the tape tells; None if nothing was drafted."""
+        """The drafts recorded on the tape; None if there were none."""
         recorded = tuple(np.array(marks, np.int8) for marks in self._answers if marks)
         return Speculation(self._max_drafts, recorded=recorded) if self._max_drafts and recorded else None

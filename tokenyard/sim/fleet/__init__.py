@@ -1,1 +1,1 @@
-"""A simulated fleet: engines, routers, and what happens to them, in virtual time."""
+"""A simulated fleet: engines, routers, faults and drains, in virtual time."""

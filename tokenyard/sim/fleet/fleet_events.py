@@ -1,4 +1,4 @@
-"""What happens to the engines of a simulated fleet, in the order of time."""
+"""The events of a simulated fleet, ordered by time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from tokenyard.sim.traces.workload import to_ns
 
 @dataclass(frozen=True, slots=True)
 class FleetEvent:
-    """Something that is on the fleet's schedule: a fault or a drain that begins or ends. factor: how much slower
-    everything is, or how many seconds it stops.
+    """An entry of the fleet's schedule: a fault or a drain that begins or ends.
+
+    factor: slowdown of the replica, or seconds that it is stopped.
     """
 
     what: str
@@ -19,7 +20,7 @@ class FleetEvent:
 
 
 def fleet_events(fleet: Fleet) -> Iterator[tuple[int, FleetEvent]]:
-    """The fleet's schedule as (time in ns, what happens)."""
+    """The fleet's schedule as (time in ns, event) pairs."""
     for fault in fleet.faults:
         begin, end = _begin_and_end(fault)
         yield to_ns(fault.at_s), begin
@@ -34,6 +35,6 @@ def fleet_events(fleet: Fleet) -> Iterator[tuple[int, FleetEvent]]:
 
 def _begin_and_end(fault: Fault) -> tuple[FleetEvent, FleetEvent]:
     if fault.deadly:
-        # What is dead from the beginning on has nothing to lose.
+        # A replica that is dead from the start has nothing to lose.
         return FleetEvent("kill" if fault.at_s else "close", fault.replica), FleetEvent("open", fault.replica)
     return FleetEvent("slow", fault.replica, fault.factor), FleetEvent("slow", fault.replica)

@@ -1,6 +1,6 @@
-"""Settings of a simulated fleet besides its engines: routers, their queue, faults and planned drains.
+"""Settings of a simulated fleet other than its engines: routers, their queue, faults and planned drains.
 
-`read_fleet` reads it from a small YAML or JSON file.
+`read_fleet` reads them from a YAML or JSON file.
 """
 
 import math
@@ -31,9 +31,9 @@ MAX_SECONDS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """From `at_s` on, `replica` takes `factor` times as long for everything; infinity means that it is dead. It
-    recovers after `for_s`, with an empty cache if it was dead. A replica that is dead from 0 on is one that joins
-    later.
+    """From `at_s` on, `replica` takes `factor` times as long for every step; infinity means that it is dead.
+
+    It recovers after `for_s`, with an empty cache if it was dead. A replica that is dead from 0 on joins later.
     """
 
     at_s: float
@@ -49,7 +49,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """From `at_s` on `replica` gets no new request and finishes those it has; after `for_s` it gets some again."""
+    """From `at_s` on `replica` gets no new requests and finishes those it has; after `for_s` it gets requests again."""
 
     at_s: float
     replica: int
@@ -58,8 +58,9 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStop:
-    """From `at_s` on the process of `replica` is stalled for `for_s`, as after SIGSTOP: it neither plans nor receives,
-    and loses nothing.
+    """From `at_s` on the process of `replica` is stalled for `for_s`, as after SIGSTOP.
+
+    It neither plans nor receives, and loses nothing.
     """
 
     at_s: float
@@ -69,18 +70,18 @@ class ProcessStop:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The routers in front of the replicas, and what happens to both.
+    """The routers in front of the replicas, and the schedule of events for the replicas.
 
-    routers: how many there are; they share no state.
+    routers: number of routers; they share no state.
     kv_event_lag_s: delay of KV events in seconds; None if routers use only their own routing decisions.
     kv_event_loss: share of KV event batches that are lost.
-    assumed_pool_tokens: the KV pool that routers assume a replica to have, 0 for the true one.
+    assumed_pool_tokens: KV pool that routers assume a replica to have, 0 for the true one.
     faults, drains, stops: the schedule.
     dp_aware: whether routers choose the rank of a replica; otherwise the replica does.
     load_balance_method: how a replica chooses a rank.
     max_worker_requests: most open requests of a replica, 0 for as many as it runs at a time.
     queue_size, queue_timeout_s, queue_aging_s, tenant_weights: as in `tokenyard route`.
-    profiles: by replica, a device that differs from the setup's.
+    profiles: devices by replica, where they differ from the setup's.
     """
 
     routers: int = 1
@@ -119,11 +120,11 @@ class Fleet:
 
     @property
     def events(self) -> tuple[Fault | Drain | ProcessStop, ...]:
-        """Everything that happens to replicas."""
+        """All faults, drains and stops."""
         return self.faults + self.drains + self.stops
 
     def check(self, replicas: int) -> None:
-        """Raise ConfigError for an event or a device of a replica that is not there."""
+        """Raise ConfigError for an event or a device of a replica that does not exist."""
         named = [*(event.replica for event in self.events), *self.profiles]
         if any(not 0 <= replica < replicas for replica in named):
             raise ConfigError(
@@ -132,7 +133,7 @@ class Fleet:
 
 
 def read_fleet(path: Path, model: str) -> Fleet:
-    """The fleet in a YAML or JSON file (docs/simulator.md). `model` is that of devices given by name.
+    """Read the fleet from a YAML or JSON file (docs/simulator.md). `model` is the model of devices given by name.
 
     Raises ConfigError, in one line, for a file that cannot be read or has another form.
     """
@@ -149,13 +150,13 @@ def read_fleet(path: Path, model: str) -> Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads one file, and names it where something is wrong."""
+    """Reads one file, and names it in every error."""
 
     path: Path
     model: str
 
     def fleet(self, document: Mapping[str, Any]) -> Fleet:
-        """Everything in it."""
+        """The whole file as a `Fleet`."""
         document = accept_old_keys(document, RENAMED_KEYS, f"--fleet {self.path}")
         known = (*ROUTER_KEYS, "queue", "kv_events", "workers", "events")
         self._known("a fleet", document, known)
@@ -177,7 +178,7 @@ class _Reader:
             raise self._wrong(error.message) from None
 
     def _check_kinds(self, changes: Mapping[str, Any]) -> None:
-        """Values have the type of the default that they replace."""
+        """Check that values have the type of the defaults that they replace."""
         for key, value in changes.items():
             usual = getattr(Fleet(), key)
             kinds = (dict,) if key == "tenant_weights" else (int, float) if usual is None else (type(usual),)

@@ -1,6 +1,6 @@
 """Routers in front of simulated replicas, in virtual time: the policies, index, bookkeeping and queue of the proxy.
 
-Each class follows the part of `router/` that it stands for, so that the same requests lead to the same choices
+Each class follows its counterpart in `router/`, so that the same requests lead to the same choices
 (tests/contract/test_same_choices.py).
 """
 
@@ -31,9 +31,13 @@ SWEEP_NS = NS_PER_S // 4
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A request under way at a router. target: where it is, -1 while it waits. sent: how its load is counted there.
-    place: its place among the ranks of an engine that chooses one itself, and tried_ranks those that had no room for it
-    there. prefills: the target computes its prompt.
+    """A request that a router has open.
+
+    target: its target, -1 while it waits.
+    sent: how its load is counted at the target.
+    place: its assignment to a rank, in an engine that chooses ranks itself.
+    tried_ranks: ranks of that engine that had no room for it.
+    prefills: whether the target computes its prompt.
     """
 
     request: Request
@@ -51,22 +55,25 @@ class RoutedRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of its prompt."""
+        """Prompt length in tokens."""
         return len(self.request.prompt_ids)
 
     @property
     def priority(self) -> int:
-        """Its priority, 0 where it names none."""
+        """Its priority, 0 if it has none."""
         return self.request.priority or 0
 
 
 @dataclass(frozen=True, slots=True)
 class FleetLayout:
-    """The schedulers of a fleet: `ranks` of each of `replicas`, and what a router sees of them.
+    """The schedulers of a fleet: `ranks` of each of `replicas`, and the targets that a router sees.
 
-    A target is a replica, or with `dp_aware` one of its ranks. room: most requests at a time of a replica.
-    pools: the KV pool, in tokens, of a scheduler of each replica. settings: those of an engine. disk_tokens: of KV on
-    the disk of each scheduler.
+    A target is a replica, or with `dp_aware` one of its ranks.
+
+    room: most open requests of a replica.
+    pools: KV pool in tokens of a scheduler, by replica.
+    settings: settings of an engine.
+    disk_tokens: tokens of KV that the disk of each scheduler holds.
     """
 
     replicas: int
@@ -79,21 +86,21 @@ class FleetLayout:
 
     @property
     def per_target(self) -> int:
-        """How many schedulers a target has."""
+        """Number of schedulers per target."""
         return 1 if self.dp_aware else self.ranks
 
     @property
     def engines_choose(self) -> bool:
-        """Whether engines have a say in which of their ranks gets a request."""
+        """Whether engines take part in the choice of a rank."""
         return self.ranks > 1 and (not self.dp_aware or limits_rank(self.settings))
 
     def target_names(self) -> list[str]:
-        """The names of all targets, as the proxy names them."""
+        """The names of all targets, as in the proxy."""
         ranks = [""] if self.per_target == self.ranks else [f"@{rank}" for rank in range(self.ranks)]
         return [f"r{replica}{rank}" for replica in range(self.replicas) for rank in ranks]
 
     def replica_of(self, target: int) -> int:
-        """The replica that a target is, or is a rank of."""
+        """The replica of a target."""
         return target * self.per_target // self.ranks
 
     def schedulers_of(self, replica: int) -> range:
@@ -102,7 +109,7 @@ class FleetLayout:
 
 
 class SimRouter:
-    """One router: chooses a target for each request, lets those wait that find no room, and learns from the rest."""
+    """One router: chooses a target for each request, queues requests that find no room, and learns from completions."""
 
     def __init__(self, policy: str, places: FleetLayout, fleet: Fleet, seed: int) -> None:
         self._policy = make_policy(policy, PolicyOptions(seed=seed))
@@ -125,20 +132,20 @@ class SimRouter:
 
     @property
     def needs_prefix(self) -> bool:
-        """Whether its policy asks what targets hold."""
+        """Whether its policy uses prefix matches."""
         return self._policy.needs_prefix
 
     def has_capacity(self, call: RoutedRequest) -> bool:
-        """Whether any target would take a request now."""
+        """Whether any target has capacity for a request now."""
         return any(number not in self.closed and self._fits(call, number) for number in range(len(self.targets)))
 
     def _fits(self, call: RoutedRequest, number: int) -> bool:
-        """Whether target `number` has a place for a request."""
+        """Whether target `number` has capacity for a request."""
         state = self.targets[number]
         return not state.full or target_has_capacity(state, self._levels[number], self._preempts_by, call.priority)
 
     def enqueue(self, call: RoutedRequest, now_s: float) -> RoutedRequest | None:
-        """Let a request wait for room; returns the one that is refused because the queue is full."""
+        """Queue a request until there is room; returns the request that is refused because the queue is full."""
         request, queue, fleet = call.request, self.queue, self._fleet
         refused = None
         if len(queue) >= fleet.queue_size:
@@ -160,7 +167,7 @@ class SimRouter:
         return refused
 
     def dispatch(self, call: RoutedRequest, now_s: float) -> None:
-        """Choose the target of a request and count the request there."""
+        """Choose the target of a request and count its load there."""
         call.waiting = None
         targets, closed = self.targets, self.closed
         eligible = [number for number in range(len(targets)) if number not in closed]
@@ -190,7 +197,7 @@ class SimRouter:
         self._levels[call.target][call.priority] += 1
 
     def ended(self, call: RoutedRequest) -> None:
-        """A request is at its target no longer."""
+        """Remove the load of a request that has left its target."""
         assert call.sent is not None
         call.sent.end()
         levels = self._levels[call.target]
@@ -199,14 +206,14 @@ class SimRouter:
             del levels[call.priority]
 
     def _matched(self, prompt: Prompt, targets: Sequence[TargetLoad]) -> list[int]:
-        """How many tokens of a prompt each target should hold; nothing where the policy does not ask."""
+        """Predicted prefix match of a prompt at each target, in tokens; empty if the policy does not use it."""
         if not prompt.digests or not self.needs_prefix:
             return []
         blocks = self.index.matches([target.name for target in targets], prompt.digests)
         return [round(prompt.share(held) * prompt.size) if held else 0 for held in blocks]
 
     def apply_kv_events(self, scheduler: int, target: int, records: list[Any]) -> None:
-        """What has changed in the cache of a scheduler of a target."""
+        """Apply the KV events of a scheduler of a target to the index."""
         name = self.targets[target].name
         for record in records:
             stored, removed, cleared = self._blocks[scheduler].apply(record)
@@ -216,7 +223,7 @@ class SimRouter:
             self.index.remove(name, removed)
 
     def died(self, target: int, schedulers: Sequence[int]) -> None:
-        """The target has lost its cache."""
+        """Drop what the index holds of a target that lost its cache."""
         self.index.clear_target(self.targets[target].name)
         self.targets[target].forget()
         for scheduler in schedulers:
@@ -231,11 +238,11 @@ Refuse = Callable[[int, int], None]
 
 
 class SimRouting:
-    """All routers of a fleet and the requests that they have open.
+    """All routers of a fleet and their open requests.
 
-    first_seen: when the client saw the first token of requests that are not over. `room` is set when a request may have
-    found room since the last `serve`. alike: whether prompts may begin alike; if not, no target holds anything of a new
-    one, and nobody looks.
+    room: set when a request may have found room since the last `serve`.
+    alike: whether prompts may share prefixes. If not, no target can match a new prompt, and the index is not searched.
+    first_seen: when the client saw the first token, for requests that are not over.
     """
 
     def __init__(self, policy: str, places: FleetLayout, fleet: Fleet, seed: int, send: Send, refuse: Refuse) -> None:
@@ -260,7 +267,7 @@ class SimRouting:
         return EngineRanks(method, places.ranks, pool_tokens, places.settings, places.disk_tokens)
 
     def arrive(self, request: Request, now: int) -> None:
-        """A request comes to one of the routers: it is sent, or waits, or is refused."""
+        """A request arrives at one of the routers: it is sent, queued or refused."""
         self._apply_kv_events_until(now)
         router = self._routers[splitmix64(request.number + self._seed) % len(self._routers)]
         ids = request.prompt_ids
@@ -280,7 +287,7 @@ class SimRouting:
             self.serve(now)
 
     def serve(self, now: int) -> None:
-        """Give room that has appeared to the most urgent requests that wait."""
+        """Assign free room to the most urgent queued requests."""
         self.room = False
         self._apply_kv_events_until(now)
         for router in self._routers:
@@ -306,7 +313,9 @@ class SimRouting:
         self._send(call.request, call.scheduler, now)
 
     def move_to_other_rank(self, finish: Finish, now: int) -> int | None:
-        """The scheduler to which the engine gives a request that one of its ranks has refused; None if it is over."""
+        """The scheduler to which the engine moves a request that one of its ranks refused; None if the request has
+        ended.
+        """
         call = self._open[finish.number]
         if call.place is None or not refused(finish):
             return None
@@ -330,11 +339,11 @@ class SimRouting:
 
     @property
     def retried(self) -> Mapping[str, int]:
-        """What schedulers have counted of requests that another rank got then: of an engine's totals it counts once."""
+        """Counters of requests that moved to another rank; an engine's totals count each such request once."""
         return self._retried
 
     def next_sweep_ns(self, now: int) -> int:
-        """When the routers look next for requests that have waited too long; NEVER_NS while nothing waits."""
+        """Time (ns) of the next check for requests that have waited too long; NEVER_NS while none waits."""
         return (now // SWEEP_NS + 1) * SWEEP_NS if any(router.queue for router in self._routers) else NEVER_NS
 
     def sweep(self, now: int) -> None:
@@ -345,7 +354,7 @@ class SimRouting:
         self.room = True
 
     def first_token(self, number: int, cached_tokens: int, now: int) -> None:
-        """The answer to request `number` begins; `cached_tokens` of its prompt were in the cache."""
+        """Record the first token of request `number`; `cached_tokens` of its prompt were in the cache."""
         call = self._open[number]
         assert call.sent is not None
         call.sent.first_token(now / NS_PER_S)
@@ -355,7 +364,7 @@ class SimRouting:
         self.first_seen.setdefault(number, now)
 
     def finished(self, finish: Finish) -> None:
-        """A request has ended."""
+        """Record the end of a request."""
         call = self._open.pop(finish.number)
         assert call.sent is not None
         call.sent.hit(finish.cached_tokens)
@@ -365,25 +374,26 @@ class SimRouting:
         self.room = True
 
     def kv_events_sent(self, scheduler: int, records: list[Any], now: int) -> None:
-        """A scheduler says what has changed in its cache."""
+        """Receive the KV events of a scheduler."""
         lag_s = self._fleet.kv_event_lag_s
         if records and lag_s is not None and self._loss.random() >= self._fleet.kv_event_loss:
             self._late.append((now + round(lag_s * NS_PER_S), scheduler, records))
 
     def close(self, replica: int) -> None:
-        """The replica gets no new request."""
+        """Send the replica no new requests."""
         for router in self._routers:
             router.closed.update(self._targets_of(replica))
 
     def open(self, replica: int) -> None:
-        """The replica gets requests again, or for the first time."""
+        """Send the replica requests again, or for the first time."""
         for router in self._routers:
             router.closed.difference_update(self._targets_of(replica))
         self.room = True
 
     def died(self, replica: int, now: int) -> None:
-        """A replica is dead. Its requests start again elsewhere: an engine that continues an answer has to compute all
-        of it again, too.
+        """A replica died. Its requests restart elsewhere.
+
+        An engine that continues an answer also has to compute all of it again.
         """
         self.close(replica)
         schedulers = self._places.schedulers_of(replica)
@@ -410,7 +420,7 @@ class SimRouting:
         return range(replica * per_replica, (replica + 1) * per_replica)
 
     def _apply_kv_events_until(self, now: int) -> None:
-        """Take in the events that have arrived. They were noted in the order in which they were sent."""
+        """Apply the KV events that have arrived. They are stored in the order in which they were sent."""
         while self._late and self._late[0][0] <= now:
             _, scheduler, records = self._late.popleft()
             for router in self._routers:

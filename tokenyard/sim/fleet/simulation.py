@@ -1,4 +1,4 @@
-"""One simulation: schedulers, their routers, and everything that happens to them, in the order of virtual time."""
+"""One simulation: schedulers, their routers, and all events, in the order of virtual time."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ HASH_BYTES = 16
 
 @dataclass(slots=True, eq=False)
 class SimInstance:
-    """A scheduler with its device and, under policy `adaptive`, its look-ahead."""
+    """A scheduler with its device and, under policy `adaptive`, its lookahead."""
 
     replica: SimScheduler
     executor: SimExecutor
@@ -50,15 +50,15 @@ class SimInstance:
 
     @property
     def driver(self) -> SimScheduler | AdaptiveDriver:
-        """What moves it through time."""
+        """The object that advances it through time."""
         return self.adapter or self.replica
 
 
 class Simulation:
     """The state of one simulation.
 
-    The next thing to happen is either due in a scheduler (a step is over), or comes from outside: an arrival, an entry
-    of the fleet's schedule, a sweep of the routers' queues. At equal times outside events come first.
+    The next event is either internal to a scheduler (a step ends) or external: an arrival, an entry of the fleet's
+    schedule, a sweep of the routers' queues. At equal times external events come first.
     """
 
     def __init__(
@@ -69,7 +69,10 @@ class Simulation:
         tape: Sink | None = None,
         window: slice = ALL,
     ) -> None:
-        """Only the requests of `window` come. Raises ConfigError for settings that cannot work."""
+        """Set up all schedulers and routers. Only the requests of `window` arrive.
+
+        Raises ConfigError for settings that cannot work.
+        """
         if setup.replicas < 1 or setup.dp_size < 1:
             what = ("--replicas", setup.replicas) if setup.replicas < 1 else ("--dp-size", setup.dp_size)
             raise ConfigError(f"{what[0]} is {what[1]}; it must be at least 1")
@@ -83,7 +86,7 @@ class Simulation:
         self._truth = setup.profile.cost()
         self._unloaded_s: dict[int, float] = {}
         self._outcome = blank_outcome(workload, setup)
-        # Where no two prompts share a prefix, no other request can hit an answer in the cache.
+        # If no two prompts share a prefix, no other request can hit an answer in the cache.
         self._alike = not isinstance(workload.content, UniqueContent)
         routed = setup.schedulers > 1 or setup.fleet != Fleet()
         self._routing = make_routing(setup, self._alike, self._send, self._refuse) if routed else None
@@ -121,7 +124,7 @@ class Simulation:
         return SimKvStore(setup.kv_store, core, info, setup.prior(engine), partial(self.apply, number), self.at, disk)
 
     def _move_kv(self, number: int, now: int) -> None:
-        """Start the loads, stores and transfers that a scheduler has asked for."""
+        """Start the loads, stores and transfers that a scheduler requested."""
         moves = self._units[number].replica.scheduler.drain_moves()
         if self._kv_stores:
             moves = self._kv_stores[number].take(moves, now)
@@ -138,7 +141,7 @@ class Simulation:
         return Network(setup.disagg, self, sizes, setup.seed)
 
     def _connect(self, network: Network) -> None:
-        """Put all engines on the network."""
+        """Add all engines to the network."""
         later = {fault.replica for fault in self._setup.fleet.faults if fault.deadly and not fault.at_s}
         for number, unit in enumerate(self._units):
             network.add(unit.replica.scheduler, self._setup.prior(number), alive=number not in later)
@@ -151,7 +154,7 @@ class Simulation:
         heappush(self._schedule, (when_ns, next(self._order), call))
 
     def apply(self, number: int, event: Event, now: int) -> None:
-        """Apply an event to scheduler `number`; while that is stalled, the event waits."""
+        """Apply an event to scheduler `number`; while the scheduler is stalled, the event waits."""
         unit, until = self._units[number], self._stopped.get(number, 0)
         if now < until:
             self.at(until, lambda at: self.apply(number, event, at) if self._units[number] is unit else None)
@@ -199,11 +202,11 @@ class Simulation:
 
     @property
     def _interleaved(self) -> bool:
-        """Whether schedulers must run in the order of time because they interact; a single one need not."""
+        """Whether schedulers must run in order of time because they interact; a single one need not."""
         return self._routing is not None or self._workload.follows is not None or bool(self._kv_stores)
 
     def until_end(self) -> Iterator[int]:
-        """Let everything happen. Yields the number of requests that came before each."""
+        """Run the simulation. Yields, before each event, the number of requests that have arrived."""
         alone = None if self._interleaved else self._units[0]
         while True:
             at_ns = min(self._arrivals.next_ns, self._schedule[0][0] if self._schedule else NEVER_NS, self._sweep_ns)
@@ -216,7 +219,7 @@ class Simulation:
             yield from self._from_outside(at_ns)
 
     def _turn_before(self, until: int) -> bool:
-        """Let the scheduler whose turn is next have it, if that is before `until`."""
+        """Run the scheduler with the earliest due time for a turn, if that is before `until`."""
         while self._due and self._due[0][0] < until:
             due_ns, number = heappop(self._due)
             driver = self._units[number].driver
@@ -238,7 +241,7 @@ class Simulation:
             heappush(self._due, (due_ns, number))
 
     def _from_outside(self, now: int) -> Iterator[int]:
-        """What comes at `now`: the schedule first, then arrivals, then a look at what waits."""
+        """Process the external events at `now`: the schedule first, then arrivals, then the queues."""
         if self._schedule and self._schedule[0][0] == now:
             heappop(self._schedule)[2](now)
             if self._routing is not None and self._routing.room:
@@ -251,7 +254,7 @@ class Simulation:
             self._serve(now)
 
     def _arrive(self, index: int, now: int) -> None:
-        """Request `index` comes."""
+        """Request `index` arrives."""
         self._outcome.unloaded_s[index] = self._unloaded(int(self._workload.prompt_tokens[index]))
         request = self._request(index)
         if self._routing is None:
@@ -264,7 +267,7 @@ class Simulation:
         return self._workload.request(index, self._content, true_length=self._setup.oracle)
 
     def _send(self, request: Request, number: int, now: int) -> None:
-        """Give a request to a scheduler. To the engine it comes when the router sends it."""
+        """Submit a request to a scheduler. Its arrival at the engine is when the router sends it."""
         self._outcome.sent_ns[request.number] = now
         self._forward(request if request.arrival_ns == now else replace(request, arrival_ns=now), number, now)
         self._move(now)
@@ -273,7 +276,7 @@ class Simulation:
             self.at((now // TENANT_USE_EVERY_NS + 1) * TENANT_USE_EVERY_NS, self._exchange_tenant_usage)
 
     def _forward(self, request: Request, number: int, now: int) -> None:
-        """A request is on its way to a scheduler."""
+        """Forward a request to a scheduler."""
         self._outcome.place[request.number] = number
         if now < self._stopped.get(number, 0):
             self.at(self._stopped[number], partial(self._deliver, request, number, self._units[number]))
@@ -281,7 +284,7 @@ class Simulation:
             self._deliver(request, number, self._units[number], now)
 
     def _deliver(self, request: Request, number: int, to: SimInstance, now: int) -> None:
-        """A request comes to a scheduler, unless that is dead by now."""
+        """Deliver a request to a scheduler, unless that has died meanwhile."""
         unit = self._units[number]
         if unit is not to:
             return
@@ -300,7 +303,7 @@ class Simulation:
             self._note_due(number)
 
     def _move(self, now: int) -> None:
-        """Give requests that a rank has refused to other ranks of its engine."""
+        """Move requests that a rank refused to other ranks of its engine."""
         while self._moves:
             index, number = self._moves.popleft()
             request = replace(self._request(index), arrival_ns=int(self._outcome.sent_ns[index]))
@@ -322,7 +325,7 @@ class Simulation:
             self.at(now + TENANT_USE_EVERY_NS, self._exchange_tenant_usage)
 
     def _serve(self, now: int) -> None:
-        """Let requests that wait at the routers have the room that has appeared."""
+        """Assign free room to requests that wait at the routers."""
         assert self._routing is not None
         self._routing.serve(now)
         self._schedule_router_sweep(now)
@@ -333,16 +336,16 @@ class Simulation:
         self._sweep_ns = self._routing.next_sweep_ns(now)
 
     def _refuse(self, number: int, now: int) -> None:
-        """The router refuses a request."""
+        """Record that the router refused a request."""
         self._outcome.status[number] = REJECTED
         self._outcome.finished_ns[number] = now
         self._arrivals.ended(number, now)
 
     def _apply_fleet_event(self, happening: FleetEvent, now: int) -> None:
-        """Carry out an entry of the fleet's schedule."""
+        """Apply an entry of the fleet's schedule."""
         routing, engine = self._routing, happening.replica
         assert routing is not None
-        # Routers do not know the prefill engines that the others ask by themselves.
+        # Routers do not see prefill engines that the decode engines choose themselves.
         routed = engine < self._setup.replicas or isinstance(routing, DisaggRouting)
         numbers = range(engine * self._setup.dp_size, (engine + 1) * self._setup.dp_size)
         if happening.what == "slow":
@@ -387,14 +390,14 @@ class Simulation:
         self._note_due(number)
 
     def _unloaded(self, prompt_tokens: int) -> float:
-        """Seconds of the whole prompt's prefill on the idle device."""
+        """Seconds that the prefill of the whole prompt takes on the idle device."""
         seconds = self._unloaded_s.get(prompt_tokens)
         if seconds is None:
             seconds = self._unloaded_s[prompt_tokens] = unloaded_prefill_s(self._truth, prompt_tokens)
         return seconds
 
     def _note_finish(self, number: int, finish: Finish) -> None:
-        """Request `finish.number` has ended at scheduler `number`."""
+        """Record the end of request `finish.number` at scheduler `number`."""
         outcome, index = self._outcome, finish.number
         if self._kv_stores:
             self._kv_stores[number].ended(finish.number)
@@ -425,7 +428,7 @@ class Simulation:
 
     @property
     def kv(self) -> Network | None:
-        """The network between prefill and decode engines, if there are any."""
+        """The network between prefill and decode engines; None without PD disaggregation."""
         return self._kv
 
     @property
@@ -434,15 +437,16 @@ class Simulation:
         return self._outcome
 
     def misses(self, window: slice) -> int:
-        """How many requests of `window` cannot meet their targets any more: those that have ended so, and those whose
-        first token is overdue.
+        """Number of requests of `window` that can no longer meet their targets.
+
+        These are requests that have ended late, and open ones whose first token is overdue.
         """
         routing = self._routing
         begun = None if routing is None or self._workload.follows is not None else list(routing.first_seen)
         return self._outcome.certain_misses(window, self._arrivals.popped, begun)
 
     def outcome(self) -> Outcome:
-        """The outcome, after everything has happened."""
+        """The outcome at the end of the simulation."""
         outcome = self._outcome
         outcome.workload = self._arrivals.with_actual_arrivals()
         replicas = [unit.replica for unit in self._units]
@@ -485,7 +489,7 @@ class Simulation:
 
 
 def _run_of(lives: list[SimScheduler]) -> SchedulerRun:
-    """The totals of a scheduler over all its lives: a new one begins when its engine is killed."""
+    """Totals of a scheduler over all its lives. A new life begins when its engine is killed."""
     counters = [asdict(life.scheduler.snapshot(life.now).counters) for life in lives]
     return SchedulerRun(sum(life.busy_ns for life in lives) / NS_PER_S, _sum_of(counters), len(lives) - 1)
 

@@ -1,4 +1,4 @@
-"""Stores of KV blocks in virtual time: which blocks there are, and when reads and writes end."""
+"""Stores of KV blocks in virtual time: which blocks are stored, and when reads and writes end."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -13,7 +13,7 @@ At = Callable[[int, Callable[[int], None]], None]
 
 
 class SimBlockStore:
-    """The blocks of one tier: at most `most`, of which the least recently used make way (`kv_store.store`)."""
+    """The blocks of one tier: at most `most`. The least recently used are evicted, as in `kv_store.store`."""
 
     def __init__(self, most: int) -> None:
         self.evicted = 0
@@ -27,11 +27,11 @@ class SimBlockStore:
         return digest in self._order
 
     def touch(self, digests: list[bytes]) -> None:
-        """The blocks of a prompt, in order, were used: the first one stays longest."""
+        """Mark the blocks of a prompt, in order, as used. The first block becomes the most recently used."""
         touch_all(self._order, digests)
 
     def put(self, digest: bytes) -> None:
-        """Keep a block."""
+        """Store a block."""
         if digest in self._order or self._max_blocks < 1:
             return
         if len(self._order) >= self._max_blocks:
@@ -42,9 +42,13 @@ class SimBlockStore:
 
 @dataclass(slots=True, eq=False)
 class ChannelJob:
-    """Something that is read or written: it takes `took_ns`, is given up at `until_ns`, and `done(part, now)` hears
-    which part of it was done by then, from 0 to 1. dropped: nobody wants it any more. begins: says when its turn comes
-    how long it takes, where that is not known before.
+    """A read or write.
+
+    took_ns: its duration.
+    until_ns: when it times out.
+    done: called as `done(part, now)` with the part that was done by then, from 0 to 1.
+    begins: called when its turn comes; returns the duration where that is not known earlier.
+    dropped: whether its result is no longer needed.
     """
 
     took_ns: int
@@ -56,7 +60,10 @@ class ChannelJob:
 
 
 class IoChannel:
-    """Does jobs one after the other. busy_ns: how long it has worked."""
+    """Runs jobs one after the other.
+
+    busy_ns: total time that it has worked.
+    """
 
     def __init__(self, at: At) -> None:
         self.busy_ns = 0
@@ -64,7 +71,7 @@ class IoChannel:
         self._jobs: deque[ChannelJob] = deque()
 
     def add(self, job: ChannelJob, now: int) -> None:
-        """Do a job after all that came before. One that has to wait longer than it may is given up undone."""
+        """Queue a job behind all earlier ones. A job that waits past its timeout ends unstarted."""
         self._jobs.append(job)
         if len(self._jobs) == 1:
             self._begin(job, now)
@@ -97,5 +104,5 @@ class IoChannel:
 
 
 def block_ns(num_bytes: int, bytes_per_s: float) -> int:
-    """Nanoseconds that a block takes."""
+    """Nanoseconds that the transfer of a block takes."""
     return round(num_bytes / bytes_per_s * NS_PER_S)

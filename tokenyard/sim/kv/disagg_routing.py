@@ -1,4 +1,4 @@
-"""A router in front of prefill and decode engines: it names one of each for a request, as the real one does."""
+"""A router in front of prefill and decode engines: it names one of each for a request, as the server's router does."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +14,12 @@ from tokenyard.sim.outcome import Setup, executor_info
 
 
 class DisaggRouting(SimRouting):
-    """Routers that choose a decode engine by `DisaggSettings.decode_policy` and a prefill engine by
-    `DisaggSettings.prefill_policy`.
+    """Routers that choose a decode engine by `DisaggSettings.decode_policy` and a prefill engine by `prefill_policy`.
 
-    Both are counted when a request is sent. Where no prefill engine has room, the engine that answers computes the
-    prompt, as ours can. drop: called when the prefill half of a request is of no use any more: (request, ns).
+    The load of both is counted when a request is sent. If no prefill engine has room, the decode engine computes the
+    prompt.
+
+    drop: called as (request, ns) when the prefill half of a request is no longer needed.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class DisaggRouting(SimRouting):
         send: Send,
         refuse: Refuse,
     ) -> None:
-        """`prefill_engines` are the prefill engines."""
+        """Create the routers of the decode engines and those of the `prefill_engines`."""
         super().__init__(disagg.decode_policy, places, fleet, seed, send, refuse)
         self.partner: dict[int, int] = {}
         self.drop: Callable[[int, int], None] = lambda index, now: None
@@ -47,7 +48,7 @@ class DisaggRouting(SimRouting):
         super()._dispatch(call, now)
 
     def _choose_partner(self, call: RoutedRequest, now: int) -> bool:
-        """Count a request at the prefill engine that shall compute its prompt; False if none has room."""
+        """Count a request at a prefill engine that computes its prompt; False if none has room."""
         router, request = self._prefill_engines[self._routers.index(call.router)], call.request
         prompt = token_prompt(request.prompt_ids) if router.needs_prefix else Prompt(size=len(request.prompt_ids))
         leg = RoutedRequest(request, router, prompt, call.key)
@@ -60,7 +61,7 @@ class DisaggRouting(SimRouting):
         return True
 
     def leg_ended(self, index: int, now: int, computed: bool) -> None:
-        """A prompt is computed, or else the engine that should compute it is gone."""
+        """The prefill half of a request has ended: its prompt is `computed`, or its prefill engine is gone."""
         leg = self._legs.pop(index, None)
         if leg is not None:
             assert leg.sent is not None
@@ -103,7 +104,7 @@ class DisaggRouting(SimRouting):
 
 
 def make_routing(setup: Setup, alike: bool, send: Send, refuse: Refuse) -> SimRouting:
-    """The routers of a fleet. alike: whether its prompts may begin alike."""
+    """The routers of a fleet. `alike`: whether prompts may share prefixes."""
     devices = [executor_info(setup, replica) for replica in range(setup.replicas)]
     pools = [info.num_pages * info.page_size for info in devices]
     room, disagg = setup.settings.max_running_requests, setup.disagg

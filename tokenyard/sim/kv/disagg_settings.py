@@ -19,14 +19,14 @@ BITS = 8e-9
 class DisaggSettings:
     """PD disaggregation: the prefill engines, and the links between engines.
 
-    prefill_replicas: number of prefill engines; they have the numbers after the decode engines.
+    prefill_replicas: number of prefill engines; their numbers follow those of the decode engines.
     mode: "decode": the router selects a prefill engine and a decode engine for each request; "both": it selects only
         the decode engine (`Setup.router`), which asks a prefill engine where its cost model predicts a gain.
     link_gbit: speed of each engine's link in each direction, in Gbit/s.
-    latency_s: of a message, and before the first byte of KV.
+    latency_s: delay in seconds of a message, and of the first byte of KV.
     prefill_policy, decode_policy: routing policies of mode "decode".
     terms: leases and timeouts.
-    lost, doubled: shares of the messages that never arrive, and that arrive twice.
+    lost, doubled: shares of messages that are lost, and that arrive twice.
     """
 
     prefill_replicas: int
@@ -40,7 +40,7 @@ class DisaggSettings:
     doubled: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be simulated."""
+        """Raise ConfigError for settings that cannot be simulated."""
         if self.prefill_replicas < 1:
             raise ConfigError(f"--prefill-replicas is {self.prefill_replicas}; it must be at least 1")
         if self.mode not in MODES:
@@ -54,7 +54,7 @@ class DisaggSettings:
 
     @property
     def link(self) -> Link:
-        """A link, as the cost models of the engines know it."""
+        """The link as the cost models of the engines see it."""
         return Link(self.link_gbit / BITS, self.latency_s)
 
 
@@ -77,7 +77,7 @@ class KvStoreSettings:
     timeout_per_1k_tokens_s: float = 0.25
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be simulated."""
+        """Raise ConfigError for settings that cannot be simulated."""
         sizes = (self.host_gb, self.disk_gb, self.read_gb_s, self.write_mb_s)
         if not all(math.isfinite(size) and size >= 0.0 for size in sizes):
             raise ConfigError("sizes and speeds of the KV store (--hicache-...) must not be negative")
@@ -87,5 +87,5 @@ class KvStoreSettings:
             raise ConfigError(f"the prefetch policy {self.prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
 
     def disk_tokens(self, kv_bytes_per_token: int) -> int:
-        """How many tokens the disk holds."""
+        """Number of tokens that the disk holds."""
         return int(self.disk_gb * GB) // kv_bytes_per_token

@@ -1,6 +1,6 @@
-"""The KV store of one simulated scheduler: what is stored, what is loaded, and when.
+"""The KV store of one simulated scheduler: what is stored and loaded, and when.
 
-It exchanges the events of a server's KV store: the scheduler offers KV (`Store`), is notified of what can be loaded
+It exchanges the events of a server's KV store. The scheduler offers KV (`Store`), receives what can be loaded
 (`KvAvailable`), names the pages (`Load`) and is notified when they are loaded (`KvLoaded`). Blocks are digests without
 data.
 """
@@ -34,15 +34,20 @@ LOOKUP_INTERVAL_NS, MAX_LOOKUPS = NS_PER_S // 10, 8
 
 
 class Apply(Protocol):
-    """Lets an event enter the scheduler."""
+    """Applies an event to the scheduler."""
 
     def __call__(self, event: Event, now: int) -> None:
-        """At `now` (ns)."""
+        """Apply `event` at `now` (ns)."""
 
 
 @dataclass(slots=True)
 class KvStoreCounters:
-    """Counters in tokens, except: `hit` and `recomputed` are requests, `late` loads, `evicted` and `blocks` blocks."""
+    """Counters of a KV store, in tokens unless noted.
+
+    hit, recomputed: requests.
+    late: loads.
+    evicted, blocks: blocks.
+    """
 
     stored: int = 0
     loaded: int = 0
@@ -62,8 +67,12 @@ class KvStoreCounters:
 
 @dataclass(slots=True, eq=False)
 class PendingLoad:
-    """A request with KV in the store: blocks `first` .. `first + found`, of use up to `tokens`; `ready` of them can be
-    loaded fast. notified: whether its `KvAvailable` was sent.
+    """A request with KV in the store.
+
+    first, found: blocks `first` .. `first + found` are stored.
+    tokens: tokens up to which they are useful.
+    ready: blocks that can be loaded without a disk read.
+    notified: whether its `KvAvailable` was sent.
     """
 
     number: int
@@ -90,7 +99,7 @@ class SimKvStore:
         at: At,
         disk: SimBlockStore | None,
     ) -> None:
-        """cost: the scheduler's prior cost model. disk: blocks that are there already, from an earlier life."""
+        """cost: the scheduler's prior cost model. disk: blocks already on disk, from an earlier life."""
         self.counters = KvStoreCounters()
         self.alive = True
         self._kv_stores, self._core, self._cost, self._apply, self._at = kv_store, core, cost, apply, at
@@ -112,7 +121,7 @@ class SimKvStore:
         """Whether requests wait for KV from the store."""
         return bool(self._wanted)
 
-    # ---- what the simulation says ----------------------------------------------------------------------------------
+    # ---- calls from the simulation ---------------------------------------------------------------------------------
 
     def submitted(self, request: Request, now: int) -> Request:
         """Look up the KV of a request; returns the request to submit, which awaits KV if the store loads some."""
@@ -158,7 +167,7 @@ class SimKvStore:
             wanted.job.dropped = wanted.load is None
 
     def close(self, unstored: int) -> KvStoreCounters:
-        """What it did; `unstored` tokens were evicted before they were stored."""
+        """The final counters; `unstored` tokens were evicted before they were stored."""
         counters = self.counters
         counters.evicted = self.disk.evicted + self._host.evicted
         counters.blocks = len(self.disk) + len(self._host)
@@ -185,7 +194,7 @@ class SimKvStore:
         done: Callable[[int], None],
         now: int,
     ) -> None:
-        """Put those blocks into a tier that it lacks when their turn comes."""
+        """Queue a write of the blocks that the tier lacks when its turn comes."""
         missing: list[bytes] = []
 
         def begins() -> int:
@@ -229,7 +238,7 @@ class SimKvStore:
         return [place for place in range(wanted.first, wanted.first + wanted.found) if self._is_slow(wanted, place)]
 
     def _find(self, number: int, namespace: str, known: Int32Array, cached: int) -> PendingLoad | None:
-        """What is below of a request's `known` tokens beyond the first `cached`, None for less than a block."""
+        """The stored KV of a request's `known` tokens beyond the first `cached`; None for less than a block."""
         below = stored_prefix(known, namespace, cached, self._block, self._count_stored)
         return None if below is None else PendingLoad(number, below.digests, below.first, below.found, below.tokens)
 
@@ -243,7 +252,7 @@ class SimKvStore:
         return should_load_kv(self._cost, cached, wanted.tokens, took_ns / NS_PER_S)
 
     def _cut_to_host(self, wanted: PendingLoad, cached: int) -> bool:
-        """Leave out what would come from the disk; whether the rest is worth loading."""
+        """Drop the blocks on disk from the load; whether the rest is worth loading."""
         slow = self._slow(wanted)
         wanted.found = (slow[0] if slow else wanted.first + wanted.found) - wanted.first
         wanted.tokens = min((wanted.first + wanted.found) * self._block, wanted.tokens)
@@ -257,13 +266,15 @@ class SimKvStore:
         self._wanted[wanted.number] = wanted
 
     def _prefetch_timeout_ns(self, tokens: int) -> int:
-        """How long KV of `tokens` tokens is waited for (ns): until it is ready, and then until it is in its pages."""
+        """How long (ns) a request waits for KV of `tokens` tokens: until it is ready, and then until it is in its
+        pages.
+        """
         kv_store = self._kv_stores
         per_1k_s = kv_store.timeout_per_1k_tokens_s
         return round(prefetch_timeout_s(kv_store.prefetch_policy, kv_store.timeout_s, per_1k_s, tokens) * NS_PER_S)
 
     def _prefetched(self, wanted: PendingLoad, read: list[int], slow: list[int], now: int) -> None:
-        """Blocks `read` of those that had to come from the disk are ready; say how far that reaches."""
+        """Record which blocks (`read`) of the `slow` ones were read from disk, and report how far KV is ready."""
         if not self.alive or self._wanted.get(wanted.number) is not wanted:
             return
         reached = slow[len(read)] if len(read) < len(slow) else wanted.first + wanted.found

@@ -1,4 +1,4 @@
-"""Links between simulated engines: so many bytes a second, one transfer after the other."""
+"""Links between simulated engines: a fixed bandwidth, one transfer after the other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from tokenyard.base import NS_PER_S
 
 @dataclass(slots=True, eq=False)
 class LinkDirection:
-    """One direction of an engine's link. What is sent first arrives first; nothing overtakes.
+    """One direction of an engine's link, first in, first out.
 
-    busy_ns: how long it has carried KV. moved_bytes: of KV.
+    busy_ns: how long it has carried KV.
+    moved_bytes: bytes of KV that it has carried.
     """
 
     ns_per_byte: float
@@ -20,13 +21,13 @@ class LinkDirection:
 
     @classmethod
     def of(cls, bytes_per_s: float) -> "LinkDirection":
-        """A wire of this speed."""
+        """A link direction of this bandwidth."""
         return cls(NS_PER_S / bytes_per_s)
 
 
 @dataclass(slots=True)
 class LinkSpan:
-    """A transfer's time on one wire, in ns."""
+    """The time of a transfer on one link direction, in ns."""
 
     wire: LinkDirection
     begin_ns: int
@@ -34,7 +35,7 @@ class LinkSpan:
 
     @classmethod
     def on(cls, wire: LinkDirection, num_bytes: int, earliest_ns: int) -> "LinkSpan":
-        """Behind all that the wire carries, from `earliest_ns` on."""
+        """Queue a transfer behind all that `wire` carries, from `earliest_ns` on."""
         begin, took = max(earliest_ns, wire.free_ns), round(num_bytes * wire.ns_per_byte)
         wire.free_ns = begin + took
         wire.busy_ns += took
@@ -42,11 +43,11 @@ class LinkSpan:
         return cls(wire, begin, wire.free_ns)
 
     def move(self, begin_ns: int) -> None:
-        """Begin at another time."""
+        """Move the span to another start."""
         self.begin_ns, self.end_ns = begin_ns, begin_ns + self.end_ns - self.begin_ns
 
     def cut(self, num_bytes: int, now: int) -> None:
-        """End now, with that part of the `num_bytes` that is through."""
+        """End now, with the part of the `num_bytes` that was sent."""
         took, left = self.end_ns - self.begin_ns, self.end_ns - max(self.begin_ns, now)
         if left > 0:
             self.wire.busy_ns -= left
@@ -56,7 +57,7 @@ class LinkSpan:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """KV on its way from one engine to another, asked for at `asked_ns`. ends: hears when it ends."""
+    """KV on its way from one engine to another, requested at `asked_ns`. `ends` is called with its end."""
 
     num_bytes: int
     asked_ns: int
@@ -76,10 +77,10 @@ class Transfer:
 
 
 class LinkScheduler:
-    """All transfers between engines, in the order in which they were asked for.
+    """All transfers between engines, in the order of their requests.
 
-    Both wires of a transfer are used in that order. The switch between them has a buffer, so that a transfer that waits
-    for the receiver does not hold up the sender's other ones.
+    A transfer uses both of its link directions in that order. The switch between them has a buffer, so that a transfer
+    that waits for the receiver does not block the sender's other transfers.
     """
 
     def __init__(self) -> None:
@@ -88,8 +89,9 @@ class LinkScheduler:
     def carry(
         self, way_out: LinkDirection, way_in: LinkDirection, num_bytes: int, now: int, ends: Callable[[Transfer], None]
     ) -> Transfer:
-        """Send KV from one engine to another, from `now` (ns) on. ends: called with the transfer, now and whenever
-        another one that is stopped makes it end at another time.
+        """Send KV from one engine to another, from `now` (ns) on.
+
+        ends: called with the transfer, now and whenever the end of its transfer changes because another one is stopped.
         """
         self._open = [one for one in self._open if one.end_ns > now]
         out = LinkSpan.on(way_out, num_bytes, now)
@@ -99,7 +101,7 @@ class LinkScheduler:
         return found
 
     def stop(self, transfer: Transfer, now: int) -> None:
-        """Send no more of a transfer; those behind it come earlier for it."""
+        """Stop a transfer. Transfers behind it move forward."""
         if transfer not in self._open:
             return
         for span in (transfer.out, transfer.into):
@@ -127,6 +129,6 @@ class LinkScheduler:
 
 
 def _note(free: dict[int, int], transfer: Transfer) -> None:
-    """Note when the wires of a transfer are free behind it."""
+    """Record when the link directions of a transfer are free again."""
     for span in (transfer.out, transfer.into):
         free[id(span.wire)] = max(span.end_ns, free.get(id(span.wire), 0))

@@ -1,7 +1,7 @@
-"""Prefill and decode engines with the protocol between them, in virtual time.
+"""Prefill and decode engines with the transfer protocol between them, in virtual time.
 
-It does what `disagg.transfer_manager` and `engine.scheduler_process.attachments.disagg` do with sockets, threads and
-clocks: the machines, and what they decide, are the same.
+It plays the part that `disagg.transfer_manager` and `engine.scheduler_process.attachments.disagg` play with sockets,
+threads and clocks. The protocol's state machines and decisions are the same code.
 """
 
 from collections.abc import Callable
@@ -32,18 +32,18 @@ FIRST_PREFILL_NUMBER = FIRST_NUMBER << 1
 
 
 class EngineAccess(Protocol):
-    """The schedulers, and the time, of the simulation around the network."""
+    """The schedulers, and the clock, of the simulation around the network."""
 
     def at(self, when_ns: int, call: Callable[[int], None]) -> None:
         """Have `call(now)` run at `when_ns`."""
 
     def apply(self, number: int, event: Event, now: int) -> None:
-        """An event enters scheduler `number`."""
+        """Apply an event to scheduler `number`."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkSizes:
-    """Of the workload, and of what serves it. answering: engines that answer."""
+    """Sizes of the workload and of the fleet. `answering`: number of engines that answer."""
 
     requests: int
     answering: int
@@ -52,7 +52,7 @@ class NetworkSizes:
 
 
 class Network:
-    """All engines of a simulation, those that answer first, and what they send each other."""
+    """All engines of a simulation, those that answer first, and the messages between them."""
 
     def __init__(self, disagg: DisaggSettings, engines: EngineAccess, sizes: NetworkSizes, seed: int) -> None:
         self.figures = TransferTimes(sizes.requests)
@@ -75,20 +75,20 @@ class Network:
     # ---- engines ---------------------------------------------------------------------------------------------------
 
     def add(self, core: Core, cost: CostModel, *, alive: bool = True) -> None:
-        """The next engine. One that is not alive joins later (`opened`)."""
+        """Add the next engine. One that is not alive joins later (`opened`)."""
         speed = self._disagg.link.bytes_per_s
         wires = (LinkDirection.of(speed), LinkDirection.of(speed))
         node = SimPeer(len(self._nodes), core, cost, *wires, self._disagg.terms, self._page, alive=alive)
         self._nodes.append(node)
 
     def start(self) -> None:
-        """All engines that are alive know each other."""
+        """Connect all engines that are alive."""
         for answering in self._nodes[: self._answering]:
             for prefill in self._nodes[self._answering :]:
                 self._join(answering, prefill, 0)
 
     def killed(self, number: int, core: Core, now: int) -> None:
-        """An engine is dead, and all that was under way there; `core` is the scheduler of its next life."""
+        """An engine died, with all its open transfers; `core` is the scheduler of its next life."""
         old = self._nodes[number]
         old.alive = False
         node = replace(old, core=core, boot=old.boot + 1, computing={}, asked=set(), reads={}, tick_ns=0)
@@ -103,14 +103,14 @@ class Network:
             self._cut(connection, now)
 
     def opened(self, number: int, now: int) -> None:
-        """An engine is there again, or for the first time."""
+        """An engine is up again, or for the first time."""
         node = self._nodes[number]
         if not node.alive:
             node.alive = True
             self._dial(node, now)
 
     def stopped(self, number: int, until: int) -> None:
-        """An engine is stalled until `until` (ns). Reads of its KV go on, as the network card does them."""
+        """An engine is stalled until `until` (ns). Reads of its KV continue, as with RDMA."""
         self._nodes[number].stopped_until = until
 
     # ---- connections -----------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Network:
         self._act(answering, now)
 
     def _dial(self, node: SimPeer, now: int) -> None:
-        """Connect an engine to all of the other side, soon."""
+        """Connect an engine to all engines of the other side after a delay."""
         here = node.number < self._answering
         others = self._nodes[self._answering :] if here else self._nodes[: self._answering]
         for other in others:
@@ -141,7 +141,7 @@ class Network:
             self._join(*pair, now)
 
     def _cut(self, connection: int, now: int) -> None:
-        """A connection ends; both sides hear of it, and it is made again."""
+        """A connection ends. Both sides are notified, and it is made again."""
         pair = self._connections.pop(connection, None)
         if pair is None:
             return
@@ -152,7 +152,7 @@ class Network:
         self._engines.at(now + DIAL_NS, partial(self._rejoin, answering.number, prefill.number))
 
     def _later(self, node: SimPeer, now: int, call: Callable[[int], None]) -> None:
-        """Something reaches an engine after the latency, or when it hears again."""
+        """Run `call` after the latency, or when a stalled engine continues."""
 
         def happen(at: int) -> None:
             if self._nodes[node.number] is not node:
@@ -168,7 +168,7 @@ class Network:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def submitted(self, number: int, request: Request, partner: int, now: int) -> Request:
-        """A request comes to an engine that answers; returns it as the scheduler shall see it.
+        """A request arrives at an engine that answers; returns the request to submit to its scheduler.
 
         partner: the prefill engine that a router named, which gets the prompt at the same time; -1 for none.
         """
@@ -178,7 +178,7 @@ class Network:
         return request if partner < 0 else self._start_bootstrap(node, self._nodes[partner], request, now)
 
     def _decide(self, node: SimPeer, request: Request, now: int) -> Request:
-        """Ask another engine if that is faster
+        """Ask a prefill engine if that is faster
         (`engine.scheduler_process.attachments.disagg.DisaggConnector.submitted`).
         """
         healthy_peers = node.decode_peer.healthy_peers(now)
@@ -207,7 +207,7 @@ class Network:
         return self._ask(node, want, request, peer.name, most_s, now)
 
     def _start_bootstrap(self, node: SimPeer, partner: SimPeer, request: Request, now: int) -> Request:
-        """Both halves of a request come at once and meet in a room, as a router of ours sends them."""
+        """Both halves of a request arrive at the same time and meet in a bootstrap room, as the router sends them."""
         room, half = f"{request.number}-{next(self._attempts)}", next(self._next_half)
         self._legs[request.number] = (partner, half)
         self._later(partner, now - self._latency_ns, partial(self._begin_half, partner, room, half, request))
@@ -217,7 +217,7 @@ class Network:
         return self._ask(node, want, request, partner.name, MAX_OFFER_TIMEOUT_S, now)
 
     def _try(self, node: SimPeer, partner: int, now: int) -> None:
-        """Connect to a prefill engine, or hear that it is not there."""
+        """Connect to a prefill engine, or report it as lost if it is down."""
         other = self._nodes[partner]
         if other.alive:
             self._join(node, other, now)
@@ -225,7 +225,7 @@ class Network:
             node.decode_peer.unreachable(other.name, now)
 
     def _begin_half(self, partner: SimPeer, room: str, half: int, request: Request, now: int) -> None:
-        """The prefill half of a request comes."""
+        """The prefill half of a request arrives."""
         index = request.number
         if self._legs.get(index) != (partner, half):
             return
@@ -241,15 +241,15 @@ class Network:
         return replace(request, awaits_kv=True)
 
     def dropped(self, index: int, now: int) -> None:
-        """A router needs the prefill half of a request no more."""
+        """A router no longer needs the prefill half of a request."""
         leg = self._legs.pop(index, None)
         if leg is not None and self._nodes[leg[0].number] is leg[0]:
             self._later(leg[0], now, lambda at: self._apply(leg[0], Cancel([leg[1]], "", "client_gone"), at))
 
-    # ---- what schedulers say ---------------------------------------------------------------------------------------
+    # ---- events from schedulers ------------------------------------------------------------------------------------
 
     def turned(self, number: int, moves: list[KvMove], now: int) -> None:
-        """A scheduler has had its turn, and wants `moves`."""
+        """A scheduler has had its turn and requests `moves`."""
         node = self._nodes[number]
         for load in node.take(moves, now):
             self._apply(node, KvLoaded(load.number, load.start), now)
@@ -269,12 +269,12 @@ class Network:
             self._leg_over(index, (node, finish.number), now, computed=True)
 
     def _leg_over(self, index: int, leg: tuple[SimPeer, int], now: int, *, computed: bool) -> None:
-        """A prefill half has ended; not so if the request has another one by now."""
+        """A prefill half has ended; ignored if the request has another one by now."""
         if self._legs.get(index) == leg:
             del self._legs[index]
             self.leg_ended(index, now, computed)
 
-    # ---- what the machines want ------------------------------------------------------------------------------------
+    # ---- effects of the state machines -----------------------------------------------------------------------------
 
     def _act(self, node: SimPeer, now: int) -> None:
         while actions := node.decode_peer.take() + node.prefill_peer.take():
@@ -322,7 +322,7 @@ class Network:
         node.prefill_peer.received(connection, message, now)
 
     def _read(self, node: SimPeer, read: Read, now: int) -> None:
-        """Read KV over the wires of both engines."""
+        """Read KV over the links of both engines."""
         pair = self._connections.get(read.peer)
         if pair is None:
             node.decode_peer.read_ended(read.key, "connection lost", now)
@@ -350,7 +350,7 @@ class Network:
         self._act(node, now)
 
     def _stop_read(self, node: SimPeer, key: str, now: int) -> bool:
-        """Shut the socket of a read, so that nothing writes to its pages any more; False if it has ended."""
+        """Close the socket of a read, so that nothing writes to its pages any more; False if it has ended."""
         transfer = node.reads.pop(key, None)
         if transfer is None:
             return False
@@ -360,7 +360,7 @@ class Network:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def _set_tick(self, node: SimPeer, now: int) -> None:
-        """Look at the time when the machines want to."""
+        """Schedule the next tick of the state machines."""
         due = node.next_ns
         if due is None:
             return
@@ -381,7 +381,7 @@ class Network:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> TransferTimes:
-        """What was moved, once everything has happened."""
+        """The figures of all transfers, at the end of the simulation."""
         for node in self._nodes:
             self.figures.count(node)
             out, into = node.way_out, node.way_in
@@ -397,7 +397,7 @@ class Network:
         return self.figures
 
     def at_rest(self) -> dict[str, int]:
-        """What is still open: keys, reads, halves of requests. All are 0 once everything has happened."""
+        """What is still open: keys, reads, prefill halves. All are 0 at the end of a simulation."""
         return {
             "keys": sum(node.open_keys for node in self._nodes),
             "reads": sum(len(node.reads) for node in self._nodes),

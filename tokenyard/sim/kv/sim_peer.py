@@ -1,4 +1,4 @@
-"""One engine of a simulated network: the machines of the transfer protocol beside its scheduler."""
+"""One engine of a simulated network: its scheduler and the state machines of the transfer protocol."""
 
 from dataclasses import dataclass, field
 
@@ -17,11 +17,13 @@ TICKET = b"ticket"
 
 @dataclass(slots=True, eq=False)
 class SimPeer:
-    """An engine as the network sees it: its scheduler, its link, and both machines; `boot` counts its lives.
+    """An engine in the simulated network: its scheduler, its link, and both protocol state machines.
 
-    computing: on a prefill engine, the prompts that a router gave it, by number: the request of the workload. asked: on
-    one that answers, the requests whose KV comes from elsewhere. stopped_until: it neither hears nor does anything
-    before (ns). tick_ns: when its machines look at the time next, 0 for never.
+    boot: counts its lives.
+    stopped_until: time (ns) until which it is stalled.
+    tick_ns: time (ns) of the next tick of its state machines, 0 for never.
+    computing: on a prefill engine, the prompts from a router: scheduler's number -> request of the workload.
+    asked: on an engine that answers, the requests whose KV comes from another engine.
     """
 
     number: int
@@ -57,17 +59,17 @@ class SimPeer:
 
     @property
     def next_ns(self) -> int | None:
-        """When its machines want to look at the time next."""
+        """Time (ns) of the next tick that its state machines need."""
         times = [when for when in (self.decode_peer.next_ns(), self.prefill_peer.next_ns()) if when is not None]
         return min(times, default=None)
 
     @property
     def open_keys(self) -> int:
-        """What both machines keep something for."""
+        """Number of keys that either state machine holds state for."""
         return self.decode_peer.open_keys + self.prefill_peer.open_keys
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """How long prompts of `tokens`, of which `cached` are there, are believed to take."""
+        """Predicted seconds of the prefill of prompts of `tokens` tokens, `cached` of which are cached."""
         if tokens <= cached:
             return 0.0
         work = StepWork()
@@ -76,11 +78,11 @@ class SimPeer:
 
     @property
     def min_uncached_tokens(self) -> int:
-        """Uncached tokens below which nobody is asked."""
+        """Number of uncached tokens below which no prefill engine is asked."""
         return max(BLOCK_TOKENS, self.page_size)
 
     def take(self, moves: list[KvMove], now: int) -> list[Load]:
-        """Take on what the scheduler wants moved; returns loads whose offer has gone."""
+        """Start the moves that the scheduler requested; returns loads whose offer is gone."""
         gone: list[Load] = []
         for move in moves:
             if isinstance(move, Handover):
@@ -93,20 +95,20 @@ class SimPeer:
         return gone
 
     def ended(self, number: int, now: int) -> None:
-        """A request has ended, or goes on without the KV that was offered for it."""
+        """A request has ended, or continues without the KV that was offered for it."""
         if number in self.asked:
             self.asked.discard(number)
             self.decode_peer.ended(number, now)
 
     def computed(self, finish: Finish, first_token: int, now: int) -> None:
-        """A prompt for another engine has ended, with `first_token` where that ended the answer (-1: there is none)."""
+        """A prompt for another engine has ended; `first_token` is its token if that ended the answer, else -1."""
         if finish.reason != "handover":
             why = (finish.cause or "aborted") if finish.reason == "abort" else ""
             self.prefill_peer.finished(finish.number, why, first_token, now)
 
 
 def request_for(prefill: Prefill, now: int) -> Request:
-    """The request that computes what another engine wants."""
+    """The request that computes a prefill for another engine."""
     want = prefill.want
     return Request(
         number=prefill.number,

@@ -1,4 +1,4 @@
-"""What prefill and decode apart did: each side's queue, the links, and how long transfers took."""
+"""Figures of PD disaggregation: the queue on each side, the links, and how long transfers took."""
 
 from collections import Counter
 from typing import Any
@@ -13,11 +13,14 @@ SHARES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
 
 
 class TransferTimes:
-    """Times of each request's last transfer, as columns by request number: int64[n] in ns, 0 for what never came.
+    """Times of each request's last transfer, as columns by request number: int64[n] in ns, 0 for a stage never reached.
 
-    prefill: int32[n], the engine that was to compute its prompt, -1 for none. sent_ns, admitted_ns, computed_ns: when
-    the prompt came there, got its place and was computed. offered_ns: when the engine that answers heard of it.
-    asked_ns: when that one had pages for it; begin_ns, end_ns: when the links carried it; arrived_ns: when it counted.
+    prefill: int32[n], engine that computes the prompt, -1 for none.
+    sent_ns, admitted_ns, computed_ns: when the prompt arrived there, was admitted and was computed.
+    offered_ns: when the engine that answers received the offer.
+    asked_ns: when that engine had pages for the KV.
+    begin_ns, end_ns: when the links carried the KV.
+    arrived_ns: when the scheduler received it.
     """
 
     def __init__(self, requests: int) -> None:
@@ -31,7 +34,7 @@ class TransferTimes:
         self._half: dict[int, int] = {}
 
     def sent(self, index: int, number: int, engine: int, now: int) -> None:
-        """The prompt of request `index` comes to a prefill engine, under `number`."""
+        """The prompt of request `index` arrives at a prefill engine, under `number`."""
         self._half[number] = index
         self.prefill[index] = engine
         self.sent_ns[index] = now
@@ -41,31 +44,31 @@ class TransferTimes:
             column[index] = 0
 
     def computed(self, finish: Finish) -> None:
-        """It has ended there."""
+        """Record the end of a prompt on its prefill engine."""
         index = self._half.pop(finish.number, None)
         if index is not None and finish.reason != "abort":
             self.admitted_ns[index], self.computed_ns[index] = finish.admitted_ns, finish.finished_ns
 
     def event(self, event: Event, now: int) -> None:
-        """Something enters the scheduler of an engine that answers."""
+        """Record an event that is applied to the scheduler of an engine that answers."""
         if isinstance(event, KvAvailable) and event.tokens:
             self.offered_ns[event.number] = now
         elif isinstance(event, KvLoaded):
             self.arrived_ns[event.number] = now
 
     def read(self, load: Load, transfer: Transfer, tokens: int) -> None:
-        """The KV of a request, `tokens` tokens, was read."""
+        """Record that the KV of a request, `tokens` tokens, was read."""
         self.begin_ns[load.number], self.end_ns[load.number] = transfer.begin_ns, transfer.end_ns
         self.moved_tokens += tokens
 
     def count(self, node: SimPeer) -> None:
-        """Add up what the machines of an engine counted in one life."""
+        """Add the counters of an engine's state machines over one life."""
         self.counters.update(node.decode_peer.counters)
         self.counters.update({name: number for name, number in node.prefill_peer.counters.items() if number})
 
 
 def quantiles_s(begin_ns: Int64Array, end_ns: Int64Array) -> dict[str, float] | None:
-    """Mean, p50, p99 and max of the spans that have both ends, in seconds; None for none."""
+    """Mean, p50, p99 and max of the spans with both ends, in seconds; None if there is none."""
     known = (begin_ns > 0) & (end_ns >= begin_ns)
     if not known.any():
         return None

@@ -1,7 +1,7 @@
-"""The planner's search: of many kinds of fleets the smallest and the cheapest that serve the traffic in time.
+"""The planner's search: among many fleet options, the smallest and the cheapest fleet that meet the SLO.
 
-Kinds are thinned out by successive halving (Jamieson and Talwalkar 2016): all are sized on a short, busy part of the
-trace, the better half on a longer one, the last ones on all of it, and these with arrivals drawn anew as well.
+Options are eliminated by successive halving (Jamieson and Talwalkar 2016). All are sized on a short, busy part of the
+trace, the better half on a longer one, the finalists on the whole trace, and these also with arrivals drawn again.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,11 +38,14 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True)
 class ConfidenceInterval:
-    """A mean of shares over seeds with its 95 % interval. values: one share for each seed, each of `requests` requests.
+    """A mean of shares over seeds with its 95 % interval.
 
-    The interval is the wider one, to each side, of two: Student's t over the seeds, which is how the share changes with
-    the arrivals, and Wilson's score interval (Wilson 1927), which is how well so many requests tell a share at all. So
-    it is never empty: 1,000 requests that all meet their targets show that at least 99.6 % do.
+    The interval is, on each side, the wider of two: Student's t over the seeds, which shows how the share varies with
+        the arrivals, and Wilson's score interval (Wilson 1927), which accounts for the number of requests. It is never
+        empty: 1,000 requests that all meet their targets show that at least 99.6 % do.
+
+    values: one share per seed.
+    requests: number of requests behind each share.
     """
 
     values: tuple[float, ...]
@@ -50,12 +53,12 @@ class ConfidenceInterval:
 
     @property
     def mean(self) -> float:
-        """Their mean."""
+        """The mean of the shares."""
         return mean(self.values)
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Its 95 % interval, within 0 and 1."""
+        """The 95 % interval, within 0 and 1."""
         low, high = wilson(self.mean, self.requests)
         count = len(self.values)
         if count > 1:
@@ -65,7 +68,7 @@ class ConfidenceInterval:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's score interval of 95 % for a share that was seen among `count` requests."""
+    """Wilson's 95 % score interval for a share observed among `count` requests."""
     z2 = NORMAL_95 * NORMAL_95
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = NORMAL_95 * sqrt(share * (1 - share) / count + z2 / (4 * count * count)) / (1 + z2 / count)
@@ -74,8 +77,9 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class SizedFleet:
-    """A kind of fleet with the number of replicas that meets the target on average over the seeds. too_few: replicas
-    that do not meet it with the arrivals as they are.
+    """A fleet option with the number of replicas that meets the target on average over the seeds.
+
+    too_few: a number of replicas that misses the target with the recorded arrivals.
     """
 
     option: FleetOption
@@ -85,20 +89,24 @@ class SizedFleet:
 
     @property
     def devices(self) -> int:
-        """Its devices."""
+        """Number of devices."""
         return self.option.devices(self.replicas)
 
     @property
     def cost(self) -> float:
-        """Its price for an hour, or its devices."""
+        """Price per hour, or without prices the number of devices."""
         return self.option.cost(self.replicas)
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What becomes of a fleet when things change. nine_more, at_more_traffic: replicas that are needed, None if there
-    are not as many. more_traffic, one_down: the share that meets its targets then, with the fleet as it is. All but
-    nine_more are seen on `requests` requests: of a long trace on its busiest quarter.
+    """How a fleet copes with changes.
+
+    Except for nine_more, a long trace is simulated on its busiest quarter only.
+
+    nine_more, at_more_traffic: replicas needed, None if there are not as many.
+    more_traffic, one_down: share that meets its targets with the fleet unchanged.
+    requests: number of requests that were simulated.
     """
 
     nine_more: int | None
@@ -110,8 +118,11 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class _PartSizing:
-    """What a fleet needs for the part on which questions are seen: `replicas` at a guess, or known to be `enough` where
-    `too_few` are not.
+    """The size that a fleet needs for the part of the trace on which changes are simulated.
+
+    replicas: a guess.
+    too_few: replicas known to miss the target.
+    enough: replicas known to meet it, None if not known.
     """
 
     replicas: int
@@ -121,9 +132,10 @@ class _PartSizing:
 
 @dataclass(frozen=True)
 class CostErrorBounds:
-    """The decision again for a cost model that is off by `error`: replicas of each finalist, None for more than may be
-    had, on faster and on slower devices than the profiles say, and the finalist that is cheapest then. For a long trace
-    these are seen on its busiest quarter.
+    """The decision repeated for a cost model that is off by `error`. A long trace is simulated on its busiest quarter.
+
+    faster, slower: replicas of each finalist on faster and on slower devices, None for more than are available.
+    cheapest_if_faster, cheapest_if_slower: the cheapest finalist then.
     """
 
     error: float
@@ -136,8 +148,11 @@ class CostErrorBounds:
 
 @dataclass(frozen=True)
 class EliminatedOption:
-    """A kind of fleet that is no finalist. part: the part of the requests that it was sized on. replicas: how many it
-    needs for these, None for more than may be had; attainment: of these, or then at most with all that may be had.
+    """A fleet option that is not a finalist.
+
+    part: part of the requests that it was sized on.
+    replicas: replicas needed for that part, None for more than are available.
+    attainment: attainment with `replicas`, or at most with all that are available.
     """
 
     option: FleetOption
@@ -148,7 +163,11 @@ class EliminatedOption:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """finalists: the cheapest first. cheapest and smallest: their places there."""
+    """The result of the search.
+
+    finalists: the cheapest first.
+    cheapest, smallest: indices into `finalists`.
+    """
 
     finalists: tuple[SizedFleet, ...]
     cheapest: int
@@ -176,7 +195,9 @@ class CapacityPlanner:
         self.eliminated: list[EliminatedOption] = []
 
     def plan(self, options: Sequence[FleetOption]) -> CapacityPlan | None:
-        """The plan; None if no allowed fleet meets the target. `eliminated` then has how near each came."""
+        """The plan; None if no allowed fleet meets the target. `eliminated` then has the attainment that each option
+        reached.
+        """
         sizes = self._halve(options)
         found = self._found(sizes)
         if not found:
@@ -187,8 +208,10 @@ class CapacityPlanner:
         return CapacityPlan(tuple(found), 0, smallest, tuple(self.eliminated), what_if, bounds, self._trials)
 
     def _found(self, sizes: Sequence[SizingResult]) -> list[SizedFleet]:
-        """Those that meet the target over all seeds. Seeds only add replicas, so that one that is dearer and larger
-        than another one which does can be neither the cheapest nor the smallest: it keeps the arrivals as they are.
+        """The options that meet the target over all seeds.
+
+        Seeds only add replicas. An option that is dearer and larger than one that meets the target is neither the
+        cheapest nor the smallest, so it is sized with the recorded arrivals only.
         """
         found: list[SizedFleet] = []
         for size in sorted(sizes, key=lambda one: (one.cost, one.devices, -one.attainment)):
@@ -202,7 +225,7 @@ class CapacityPlanner:
         return found
 
     def _halve(self, options: Sequence[FleetOption]) -> list[SizingResult]:
-        """Those that are left, sized on the whole trace."""
+        """The remaining options, sized on the whole trace."""
         parts = self._parts(len(options))
         left = [Sizing(option, self._whole, self._target) for option in options]
         for number, part in enumerate(parts, 1):
@@ -220,7 +243,7 @@ class CapacityPlanner:
         return [sizes[place] for place in best]
 
     def _parts(self, count: int) -> list[float]:
-        """The parts of the trace that the rounds see."""
+        """The parts of the trace for each round."""
         parts = [1.0]
         while count > FINALISTS and parts[0] * len(self._workload) > 2 * MIN_PART_REQUESTS:
             parts.insert(0, max(parts[0] / STEP, MIN_PART_REQUESTS / len(self._workload)))
@@ -228,7 +251,7 @@ class CapacityPlanner:
         return parts
 
     def _best(self, sizes: Sequence[SizingResult], keep: int) -> list[int]:
-        """The places of the `keep` best by price, and as many by devices; those without an answer are left out."""
+        """Indices of the `keep` best options by price, and as many by devices, among those with an answer."""
         usable = [place for place, one in enumerate(sizes) if one.replicas is not None]
         by_cost = sorted(usable, key=lambda place: (sizes[place].cost, -sizes[place].attainment))[:keep]
         by_size = sorted(usable, key=lambda place: (sizes[place].devices, -sizes[place].attainment))[
@@ -237,7 +260,7 @@ class CapacityPlanner:
         return list(dict.fromkeys([*by_cost, *by_size[: max(keep // 2, 1)]]))
 
     def _confirm(self, size: SizingResult) -> SizedFleet | None:
-        """The same over all seeds, with more replicas if the mean misses the target."""
+        """Size an option over all seeds, with more replicas if the mean misses the target."""
         option, replicas = size.sizing.option, size.replicas
         assert replicas is not None
         first: float | None = size.attainment
@@ -258,8 +281,9 @@ class CapacityPlanner:
     def _questions(
         self, found: Sequence[SizedFleet], asked: Sequence[SizedFleet]
     ) -> tuple[tuple[WhatIf, ...], CostErrorBounds]:
-        """What becomes of the fleets `asked` when things change, and of the decision if the cost model is off. All of
-        it is simulated in one go, so that no process waits for another one.
+        """Simulate changes for the fleets `asked`, and the decision with an error in the cost model.
+
+        All simulations run in one batch, so that no process is idle.
         """
         known = [one.option.setup.profile.error for one in found]
         errors = [ASSUMED_ERROR if error is None else error for error in known]
@@ -294,7 +318,7 @@ class CapacityPlanner:
         return tuple(what_if), bounds
 
     def _usual(self, found: Sequence[SizedFleet]) -> list[_PartSizing]:
-        """What each needs for the part on which questions are seen."""
+        """The size of each fleet on the part of the trace on which changes are simulated."""
         if self._part == self._whole:
             return [_PartSizing(one.replicas, one.too_few, one.replicas) for one in found]
         begin = [Sizing(one.option, self._part, self._target, one.replicas) for one in found]
@@ -308,7 +332,7 @@ class CapacityPlanner:
         ]
 
     def _for_one_more_nine(self, one: SizedFleet) -> Sizing:
-        """How many for one nine more, on the whole trace."""
+        """Size a fleet for one more nine of attainment, on the whole trace."""
         target = 1.0 - (1.0 - self._target) / 10.0
         sizing = Sizing(one.option, self._whole, target, one.replicas + 1, too_few=one.too_few)
         return _knowing(sizing, one.replicas, one.attainment.values[0])
@@ -346,12 +370,12 @@ class CapacityPlanner:
 
 
 def off_by(error: float) -> tuple[float, float]:
-    """How many times as long steps take if a cost model is off by `error`, a share: on faster devices, on slower."""
+    """Factors on step times for a cost model that is off by `error`, a share: on faster devices, on slower."""
     return max(1.0 - error, MIN_SPEEDUP), 1.0 + error
 
 
 def _moved(found: SizedFleet, usual: _PartSizing, other: SizingResult) -> SizingResult:
-    """The size of `found` on the whole trace, if it grows or shrinks there as it does on a part of it."""
+    """The size of `found` on the whole trace, assuming that it changes there as it does on a part of it."""
     if other.replicas is None or usual.enough is None:
         return other
     replicas = max(found.replicas + other.replicas - usual.replicas, 1)
@@ -359,7 +383,7 @@ def _moved(found: SizedFleet, usual: _PartSizing, other: SizingResult) -> Sizing
 
 
 def _knowing(sizing: Sizing, replicas: int, share: float) -> Sizing:
-    """The same search where `share` of the requests is known to be in time with `replicas`."""
+    """The same search, with the known `share` of requests that `replicas` replicas serve in time."""
     if share >= sizing.target:
         return replace(sizing, enough=replicas)
     return replace(sizing, too_few=replicas)

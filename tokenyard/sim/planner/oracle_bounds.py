@@ -1,4 +1,4 @@
-"""Upper bounds: on attainment and the prefix hit rate for any scheduler, and on what predicting answers can gain."""
+"""Upper bounds: on attainment and prefix hit rate for any scheduler, and on the gain from predicted output lengths."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +19,10 @@ MS_PER_S = 1000.0
 
 
 def min_work_s(workload: Workload, profile: Profile, cached_tokens: Int64Array | None = None) -> Float64Array:
-    """float64[n], the least device seconds each request needs: the cost of its own tokens and attention.
+    """float64[n], the least device seconds that each request needs: the cost of its own tokens and attention.
 
-    Nothing is counted for the constant part of steps, which other requests may share, and nothing for `cached_tokens`
-    (int64[n], None for no cache).
+    The constant part of steps is left out, because other requests may share it, and so are `cached_tokens` (int64[n],
+    None for no cache).
     """
     terms = profile.terms
     prompt = workload.prompt_tokens.astype(np.float64)
@@ -43,13 +43,13 @@ def attainment_bound(
     replicas: int = 1,
     cached_tokens: Int64Array | None = None,
 ) -> float:
-    """An upper bound on the share of requests that can meet `slo`, for any scheduler that knows everything.
+    """An upper bound on the share of requests that meet `slo`, for any scheduler, even with perfect knowledge.
 
     Requests that arrive after t1 and must end before t2 (first token on time, then every token on time) need their work
-    done within t2 - t1. If their work does not fit, requests are missed, largest first, which is the fewest. The worst
-    set of windows without overlap is found by dynamic programming. Steps that serve decodes in time last at most the
-    token target, so their constant part takes its share of the device. Several replicas count as one device that is as
-    much faster. `cached_tokens` as in `min_work_s`.
+    done within t2 - t1. If their work does not fit, requests are missed, largest first, which is the fewest. Dynamic
+    programming finds the worst set of windows without overlap. Steps that serve decodes in time last at most the token
+    target, so their constant part takes its share of the device. Several replicas count as one device that is as many
+    times faster. `cached_tokens` as in `min_work_s`.
     """
     work, arrival = min_work_s(workload, profile, cached_tokens), workload.arrival_s
     unloaded = np.array([unloaded_prefill_s(profile.cost(), int(tokens)) for tokens in workload.prompt_tokens])
@@ -83,8 +83,9 @@ def _must_miss(work: Float64Array, capacity_s: float) -> int:
 class EndlessCache:
     """The hits of a prefix cache without evictions, for any order of the requests.
 
-    hit_rate: the share of all prompt tokens. shared_tokens: int64[n], leading tokens of each prompt that another
-    request has too; every request but the first finds them all.
+    hit_rate: share of all prompt tokens.
+    shared_tokens: int64[n], leading tokens of each prompt that another request has too; every request but the first
+        hits all of them.
     """
 
     hit_rate: float
@@ -92,7 +93,7 @@ class EndlessCache:
 
 
 def endless_cache(workload: Workload, page_tokens: int) -> EndlessCache:
-    """The hits with all prompts and answers cached, in whole pages: all copies of each page but one."""
+    """The hits if all prompts and answers stay cached, in whole pages: all copies of each page but one."""
     if isinstance(workload.content, UniqueContent | BlankContent):
         return EndlessCache(0.0, np.zeros(len(workload), np.int64))
     hashes = PrefixHashes()
@@ -120,6 +121,6 @@ def with_oracle(setup: Setup) -> Setup:
     settings = setup.settings
     changes: dict[str, Any] = {} if settings.headroom == "none" else {"headroom": "limit"}
     if canonical_name(settings.schedule_policy) == ShortestJobFirst.name:
-        # The longest answer so far, cut to max_new_tokens: the truth for all but the longest ones.
+        # The longest answer so far, cut to max_new_tokens: the true length for all but the longest answers.
         changes["policy_options"] = {**settings.policy_options, "quantile": 1.0}
     return replace(setup, settings=replace(settings, **changes), oracle=True)

@@ -1,4 +1,4 @@
-"""Trials of a planner: which share of the requests a fleet serves within their targets, and how large it must be."""
+"""Trials of the planner: the share of requests that a fleet serves within their targets, and the fleet size needed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ TARGET_UTILIZATION = 0.85
 
 @dataclass(frozen=True)
 class FleetOption:
-    """A fleet without the number of its replicas.
+    """A fleet without its number of replicas.
 
-    setup: of one replica.
+    setup: setup of one replica.
     policy: name of the schedule policy, with a suffix for prefill engines and KV store.
-    price: of one device for an hour, None if not given.
-    max_replicas: how many replicas are available.
+    price: price of one device per hour, None if not given.
+    max_replicas: number of available replicas.
     prefill_share: with `setup.disagg`, the share of engines that only prefill, rounded to whole engines; a fleet of one
         engine has none.
     """
@@ -46,7 +46,7 @@ class FleetOption:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """A name that distinguishes it from the other options."""
         ranks = f" x {self.setup.dp_size} ranks" if self.setup.dp_size > 1 else ""
         return f"{self.setup.profile.name}{ranks}, {self.setup.router}, {self.policy}"
 
@@ -55,11 +55,11 @@ class FleetOption:
         return replicas * self.setup.dp_size * self.setup.profile.tp
 
     def cost(self, replicas: int) -> float:
-        """Their price for an hour, or without prices their number."""
+        """Price of `replicas` replicas per hour, or without prices their number of devices."""
         return self.devices(replicas) * (1.0 if self.price is None else self.price)
 
     def fleet(self, replicas: int, slower: float = 1.0) -> Setup:
-        """So many replicas; all devices and what schedulers believe of them `slower` than the profile says."""
+        """The setup of `replicas` replicas, with true and predicted times of all devices scaled by `slower`."""
         profile = self.setup.profile
         if slower != 1.0:
             profile = replace(profile, terms=profile.terms.scaled(slower))
@@ -73,8 +73,8 @@ class FleetOption:
 
 @dataclass(frozen=True)
 class TrialTraffic:
-    """What a trial serves: requests `begin` to `end` of the trace, at `rate` times its speed, with arrivals drawn anew
-    by `seed` (0: as they are).
+    """The requests `begin` to `end` of the trace, at `rate` times its speed, with arrivals drawn by `seed` (0:
+    recorded).
     """
 
     begin: int
@@ -84,7 +84,7 @@ class TrialTraffic:
 
     @property
     def requests(self) -> int:
-        """How many there are."""
+        """Number of requests."""
         return self.end - self.begin
 
     def of(self, workload: Workload) -> Workload:
@@ -104,8 +104,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sizing:
-    """A search for the fewest replicas of an option that serve `target` of the requests in time, from `start` on (0: by
-    a guess). What is known from other trials is not simulated again: too_few replicas (0: none) do not, and enough do.
+    """A search for the fewest replicas of an option that serve `target` of the requests in time.
+
+    Results of other trials are not simulated again.
+
+    start: first number of replicas to try, 0 for a guess.
+    too_few: replicas known to miss the target, 0 for none.
+    enough: replicas known to meet the target.
     """
 
     option: FleetOption
@@ -133,17 +138,17 @@ class SizingResult:
 
     @property
     def cost(self) -> float:
-        """The price of the fleet, or its devices; infinite for none."""
+        """Price of the fleet, or its number of devices; infinite for none."""
         return float("inf") if self.replicas is None else self.sizing.option.cost(self.replicas)
 
     @property
     def devices(self) -> float:
-        """The number of its devices; infinite for none."""
+        """Number of devices; infinite for none."""
         return float("inf") if self.replicas is None else self.sizing.option.devices(self.replicas)
 
 
 def attained(workload: Workload, trial: Trial, target: float = 0.0) -> float:
-    """The share of the requests that meet their targets; as soon as it must be below `target`, a bound on it."""
+    """The share of requests that meet their targets; once it must be below `target`, an upper bound on it."""
     traffic = trial.traffic
     served, setup = traffic.of(workload), trial.option.fleet(trial.replicas, trial.slower)
     window = slice(traffic.begin, traffic.end)
@@ -158,17 +163,17 @@ def attained(workload: Workload, trial: Trial, target: float = 0.0) -> float:
 
 
 def answered(workload: Workload, job: Sizing | Trial) -> SizingResult | float:
-    """What came of a search, or the share of a trial that runs to its end."""
+    """The result of a search, or the share of a trial that runs to its end."""
     return sized(workload, job) if isinstance(job, Sizing) else attained(workload, job)
 
 
 def sized(workload: Workload, sizing: Sizing) -> SizingResult:
     """Find the fewest replicas.
 
-    What misses more in the busiest part alone than the whole traffic may miss is too few: before that part comes, a
-    fleet that begins with it is idle. So with a start that is no mere guess each number has to pass that part first;
-    without one the whole search is done there, and goes on from what it finds. Only a cache that earlier requests have
-    filled makes the part easier; where prompts share beginnings, the number below is tried all the same.
+    A number of replicas is too few if the busiest part alone misses more requests than the whole traffic may miss: a
+        fleet that starts with that part is idle before it. With a start that is not a guess, each number has to pass
+        that part first; without one, the search runs there and continues from its result. Only a cache filled by
+        earlier requests makes the part easier; where prompts share prefixes, the number below is tried too.
     """
     quick = _quick_part(workload, sizing)
     if quick is None:
@@ -188,8 +193,9 @@ def sized(workload: Workload, sizing: Sizing) -> SizingResult:
 
 
 def _quick_part(workload: Workload, sizing: Sizing) -> Sizing | None:
-    """The same search in the busiest part of the traffic, which may miss as many requests as all of it may; None where
-    the traffic is short, or the part could miss all.
+    """The same search in the busiest part of the traffic, which may miss as many requests as all of it may.
+
+    None where the traffic is short, or the part could miss all.
     """
     begin, end = sizing.traffic.begin, sizing.traffic.end
     count = max(ceil((end - begin) / QUICK), MIN_PART_REQUESTS)
@@ -201,7 +207,7 @@ def _quick_part(workload: Workload, sizing: Sizing) -> Sizing | None:
 
 
 def _searched(workload: Workload, sizing: Sizing, sieve: Sizing | None = None) -> SizingResult:
-    """Search by trials. What fails in the smaller one of `sieve` is not tried."""
+    """Search by trials. A number that fails in the smaller search `sieve` is not tried."""
     found: dict[int, float] = {}
     trials = 0
 
@@ -229,8 +235,8 @@ def smallest(
 ) -> int | None:
     """The least number from 1 to `most` for which `meets` holds, None for none; `meets` must hold from some number on.
 
-    It is bracketed by steps from `start` that double, then bisected. `meets` is known to fail for `too_few` (0: for
-    nothing) and to hold for `enough`.
+    It is bracketed by doubling steps from `start`, then bisected. `meets` is known to fail for `too_few` (0: for none)
+    and to hold for `enough`.
     """
     low, high, step, tried_low = too_few, enough, max(start // 8, 1), too_few > 0
     probe = start
@@ -281,7 +287,7 @@ def _double(meets: Callable[[float], bool], start: float) -> tuple[float, float]
 
 
 def guess(workload: Workload, sizing: Sizing) -> int:
-    """About how many replicas the work of the traffic needs: device time over the time in which it comes."""
+    """Estimate the replicas that the traffic needs: device time over the time in which it arrives."""
     traffic, setup = sizing.traffic, sizing.option.setup
     here = slice(traffic.begin, traffic.end)
     terms, arrivals = setup.profile.terms, workload.arrival_s[here]
@@ -295,8 +301,8 @@ def guess(workload: Workload, sizing: Sizing) -> int:
 
 
 def busiest(workload: Workload, count: int, first: int = 0, last: int | None = None) -> tuple[int, int]:
-    """The begin and end of `count` requests in a row whose tokens come fastest, of the requests from `first` up to
-    `last` (None: all).
+    """Begin and end of the `count` consecutive requests with the highest token rate, from `first` up to `last` (None:
+    all).
     """
     last = len(workload) if last is None else last
     count = min(count, last - first)

@@ -1,4 +1,4 @@
-"""Runs beside each other, and goodput curves, as pages (see `sim.report.html_page`)."""
+"""Pages that compare runs, and pages with goodput curves (see `sim.report.html_page`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ Value = Callable[[Mapping[str, Any]], float | None]
 
 @dataclass(frozen=True)
 class _Measure:
-    """A row of the main table: its text and its value for a setting's summary, and which value is better."""
+    """A row of the main table: its text and value for a setting's summary, and which value is better."""
 
     name: str
     text: Cell
@@ -48,7 +48,7 @@ def _share_of(name: str, read: Value, better: str = "more") -> _Measure:
 
 
 def _spread_of(name: str, key: str, low: str, high: str, scale: float = 1.0) -> _Measure:
-    """Two quantiles, of which the second decides which is best."""
+    """Two quantiles; the second decides which setting is best."""
     return _Measure(name, lambda s: _pair(s[key], low, high, scale), lambda s: s[key][high], "less")
 
 
@@ -113,7 +113,7 @@ def write_report(
 
 
 def facts_of(workload: Workload, setup: Setup, command: str = "") -> dict[str, str]:
-    """What was run, as every page repeats it."""
+    """The facts about a run that every page shows."""
     return {
         "command": command,
         "trace": f"{workload.name}: {len(workload)} requests over {workload.arrival_s[-1]:.0f} s",
@@ -126,12 +126,12 @@ def facts_of(workload: Workload, setup: Setup, command: str = "") -> dict[str, s
 
 
 def rate_of(workload: Workload) -> float:
-    """Requests a second over the whole trace."""
+    """Requests per second over the whole trace."""
     return len(workload) / max(float(workload.arrival_s[-1]), 1e-9)
 
 
 def slo_text(slo: DefaultSlo) -> str:
-    """The targets of requests without their own, in a line."""
+    """The targets of requests without their own, in one line."""
     return (
         f"first token within max({slo.ttft_s:g} s, {slo.ttft_scale:g} x its unloaded prefill), "
         f"{1000 * slo.tpot_s:g} ms per further token; own targets and deadlines come first"
@@ -139,7 +139,7 @@ def slo_text(slo: DefaultSlo) -> str:
 
 
 def trust(error: float | None) -> str:
-    """How far predicted times are off: the mean relative error of a step, or that it is not known."""
+    """The error of predicted times: the mean relative error of a step, or that it is not known."""
     return "unknown" if error is None else f"{100.0 * error:.1f} % of a step on average"
 
 
@@ -159,7 +159,7 @@ def _miss_section(outcomes: Mapping[str, Outcome]) -> Section:
 
 
 def _miss_tables(outcomes: Mapping[str, Outcome]) -> list[Table]:
-    """How many requests missed their targets, by the target and by the kind of request."""
+    """Number of requests that missed their targets, by target and by kind of request."""
     first = next(iter(outcomes.values()))
     found = {name: missed(outcome) for name, outcome in outcomes.items()}
     tables = [
@@ -206,7 +206,7 @@ def write_curves(
 ) -> None:
     """Write a page with goodput curves: per policy the (rate scale, SLO attainment) points that were run.
 
-    `rate` is the trace's own, in requests a second. `found` are the largest scales: policy -> target -> scale.
+    `rate` is the trace's own, in requests per second. `found` holds the largest scales: policy -> target -> scale.
     """
     load = f"rate scale of the trace (1 is {rate:.3g} requests/s)"
     chart = Chart("Goodput: SLO attainment against load", load, "requests that met their SLO (%)")
@@ -289,7 +289,7 @@ def _by_class(outcome: Outcome, values: Float64Array, name: str) -> list[tuple[s
 
 
 def _gap_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
-    """How far the service of two waiting tenants drifts apart, with the bound of virtual token counters."""
+    """The service gap between two waiting tenants over time, with the bound of virtual token counters."""
     first = next(iter(outcomes.values()))
     if not 2 <= len(np.unique(first.workload.tenant)) <= MAX_TENANTS:
         return []
@@ -343,7 +343,7 @@ def _beyond(values: Float64Array) -> tuple[Float64Array, Float64Array]:
 
 
 def _some(count: int, most: int) -> Any:
-    """At most `most` indices below `count`, evenly apart."""
+    """At most `most` indices below `count`, evenly spaced."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 

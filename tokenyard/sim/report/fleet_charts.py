@@ -1,4 +1,4 @@
-"""Charts of a fleet: what each scheduler got, what its cache held, and how its queue grew."""
+"""Charts of a fleet: requests, prefix cache and queue of each scheduler."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ MAX_QUEUES = 8
 
 
 def fleet_section(outcomes: Mapping[str, Outcome]) -> Section | None:
-    """The schedulers of each setting beside each other; None where no setting has several."""
+    """The schedulers of each setting side by side; None where no setting has several."""
     fleets = {name: outcome for name, outcome in outcomes.items() if len(outcome.schedulers) > 1}
     if not fleets:
         return None

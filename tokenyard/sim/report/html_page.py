@@ -1,7 +1,7 @@
 """Reports: one self-contained page of charts and tables, in the style of the live page.
 
-`write_page` is what every command calls. The page needs no file beside it and asks no host for anything; its own
-policy (by hashes) lets nothing run but its two scripts.
+`write_page` is what every command calls. The page needs no other file and makes no network requests; its content
+security policy (by hashes) allows only its two scripts.
 """
 
 import base64
@@ -45,8 +45,10 @@ PLAIN = "muted"
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: a text for each column. values: what the texts stand for, None where nothing is known.
-    better: "more" or "less" marks the best one, "" none.
+    """One row of a table: a text per column.
+
+    values: numbers behind the texts, None where not known.
+    better: "more" or "less" marks the best value, "" none.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Row:
     better: str = ""
 
     def best(self) -> set[int]:
-        """The places of the best value; none where all read the same, or only one is known."""
+        """Indices of the best value; empty if all texts are equal, or only one value is known."""
         known = {place: value for place, value in enumerate(self.values) if value is not None and np.isfinite(value)}
         if not self.better or len(known) < 2 or len({self.texts[place] for place in known}) < 2:
             return set()
@@ -66,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Settings (or whatever `columns` names) side by side. A column that is a setting has its colour beside it."""
+    """Settings (or whatever `columns` names) side by side. A column that is a setting shows its colour."""
 
     title: str
     columns: Sequence[str]
@@ -86,8 +88,11 @@ class Section:
 
 @dataclass
 class Report:
-    """All of a page. facts: what was run, by name (command, trace, seed, rate, device, how far the cost model is off).
-    settings: the names that have a colour. warning: what a reader must know before the numbers, "" for nothing.
+    """The content of a page.
+
+    facts: what was run, by name (command, trace, seed, rate, device, error of the cost model).
+    settings: names that have a colour.
+    warning: text above the numbers, "" for none.
     """
 
     title: str
@@ -130,7 +135,7 @@ def page(report: Report) -> str:
 
 
 def _policy(library: str, script: str, data: str) -> str:
-    """The page's own policy: these two scripts, by their hashes, and nothing from anywhere."""
+    """The page's content security policy: these two scripts, by their hashes, and no other source."""
     hashes = " ".join(f"'sha256-{_hash(text)}'" for text in (library, script, _inert(data)))
     content = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     return f'<meta http-equiv="content-security-policy" content="{content}">'
@@ -141,7 +146,7 @@ def _hash(text: str) -> str:
 
 
 def _inert(data: str) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """JSON that cannot close its enclosing element."""
     return data.replace("<", "\\u003c")
 
 
@@ -189,7 +194,7 @@ def _charts(report: Report, colours: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _chart(chart: Chart, colours: Mapping[str, str]) -> dict[str, Any]:
-    """A chart as the page's script reads it."""
+    """A chart in the form that the page's script reads."""
     fallback = colours_of([one.label for one in chart.series if one.label not in PARTS])
     return {
         "x": {"label": chart.x_label, "log": chart.x_log},
@@ -216,7 +221,7 @@ def _colour(label: str, colours: Mapping[str, str], fallback: Mapping[str, str])
 
 
 def _rounded(values: Float64Array, digits: int) -> list[float]:
-    """Values with so many digits, as short as JSON writes them."""
+    """Values rounded to `digits` digits, as short as JSON writes them."""
     return [int(one) if one.is_integer() else one for one in (float(f"{value:.{digits}g}") for value in values)]
 
 
@@ -224,7 +229,7 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
     """The theme's colour of each setting, by name.
 
     A setting has the same colour on every page: known names have a fixed one, others one by a hash of the name. Two
-    settings of one page share a colour only if there are more than `SLOTS`.
+        settings of one page share a colour only if there are more than `SLOTS`.
     """
     found = {name: PARTS[name] for name in names if name in PARTS}
     wanted = {name: _KNOWN.index(name) if name in _KNOWN else crc32(name.encode()) % SLOTS for name in names}

@@ -1,4 +1,4 @@
-"""What each scheduler of a fleet had to do: its share of the requests, its queue, its cache, its device."""
+"""Figures per scheduler of a fleet: its share of the requests, its queue, its cache, its device."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ CURVE_POINTS = 400
 
 
 def worker_names(outcome: Outcome) -> list[str]:
-    """The schedulers of a fleet: r0, r1, ... or r0@0, r0@1, ... where replicas have several ranks, and after them the
-    prefill engines p0, p1, ...
+    """Names of a fleet's schedulers: r0, r1, ... or, with several ranks, r0@0, r0@1, ..., then prefill engines p0, p1,
+    ...
     """
     setup = outcome.setup
     prefill = [] if setup.disagg is None else [f"p{number}" for number in range(setup.disagg.prefill_replicas)]
@@ -23,8 +23,8 @@ def worker_names(outcome: Outcome) -> list[str]:
 def worker_figures(outcome: Outcome) -> list[dict[str, Any]]:
     """One row of figures per scheduler. Shares are from 0 to 1, times in seconds; None where it served nothing.
 
-    waiting and running are requests at it, on average over the run and at most; a request that is retracted counts as
-    running. For a prefill engine they are prompts that it was to compute.
+    waiting and running are its requests, on average over the run and at most. A retracted request counts as running.
+    For a prefill engine they are the prompts assigned to it.
     """
     seconds = max(outcome.sim_seconds, 1e-9)
     rows = []
@@ -53,7 +53,7 @@ def worker_figures(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _times_at(outcome: Outcome, number: int) -> tuple[BoolArray, Int64Array, Int64Array, Int64Array]:
-    """Which requests were at a scheduler, and when they came, got their place and ended there."""
+    """The requests of a scheduler, and when they arrived, were admitted and ended there."""
     transfers = outcome.transfers
     if transfers is None or number < outcome.setup.replicas * outcome.setup.dp_size:
         return outcome.place == number, outcome.sent_ns, outcome.admitted_ns, outcome.finished_ns
@@ -61,7 +61,9 @@ def _times_at(outcome: Outcome, number: int) -> tuple[BoolArray, Int64Array, Int
 
 
 def router_queue(outcome: Outcome) -> dict[str, float | int]:
-    """How many requests waited at the routers, on average over the run and at most, and how many these refused."""
+    """Number of requests that waited at the routers, on average over the run and at most, and of those that were
+    refused.
+    """
     sent = outcome.place >= 0
     waited = sent & (outcome.sent_ns > outcome.arrival_ns)
     load = _load(outcome.arrival_ns, outcome.sent_ns, waited, max(outcome.sim_seconds, 1e-9))
@@ -69,8 +71,9 @@ def router_queue(outcome: Outcome) -> dict[str, float | int]:
 
 
 def load_curve(begin_ns: Int64Array, end_ns: Int64Array, which: BoolArray) -> tuple[Float64Array, Float64Array]:
-    """How many of the requests `which` are between begin and end, over time: (seconds, count), at most 400 points, each
-    the largest count since the point before.
+    """Number of the requests `which` that are between begin and end, over time.
+
+    Returns (seconds, count), at most 400 points, each the largest count since the point before.
     """
     times = np.concatenate((begin_ns[which], end_ns[which]))
     steps = np.concatenate((np.ones(int(which.sum())), -np.ones(int(which.sum()))))

@@ -14,11 +14,11 @@ PREFILL_WEIGHT, DECODE_WEIGHT = 1.0, 2.0
 
 
 def service_gap(outcome: Outcome) -> tuple[Float64Array, Float64Array]:
-    """Times, and the service gap at each: by how much the service of two tenants has drifted apart since both have
-    waiting requests. It is the largest of all pairs, in weighted tokens, 0 if no two tenants wait. Both
-    float64[POINTS].
+    """Times, and the service gap at each, both float64[POINTS].
 
-    A prompt counts at its first token, an answer evenly between its first token and its end.
+    The gap is how far the service of two tenants has drifted apart since both have waiting requests: the largest of all
+        pairs, in weighted tokens, 0 if no two tenants wait. A prompt counts at its first token, an answer evenly
+        between its first token and its end.
     """
     times = np.linspace(0.0, outcome.sim_seconds, POINTS)
     tenants = [np.flatnonzero(outcome.workload.tenant == tenant) for tenant in np.unique(outcome.workload.tenant)]
@@ -39,7 +39,7 @@ def gap_bound(workload: Workload, kv_pool_tokens: int) -> float:
 
 
 def _service(outcome: Outcome, mine: Int64Array, times: Float64Array) -> Float64Array:
-    """Weighted tokens that the requests `mine` had got at each of `times`."""
+    """Weighted tokens that the requests `mine` had received at each of `times`."""
     mine = mine[outcome.served[mine]]
     first, last = outcome.first_token_ns[mine] / 1e9, outcome.finished_ns[mine] / 1e9
     prompts = PREFILL_WEIGHT * (outcome.workload.prompt_tokens[mine] - outcome.cached_tokens[mine])

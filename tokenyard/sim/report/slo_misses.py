@@ -39,8 +39,9 @@ def missed(outcome: Outcome) -> dict[str, BoolArray]:
 
 
 def kinds_of(outcome: Outcome) -> Iterator[tuple[str, dict[str, BoolArray]]]:
-    """Ways to tell requests apart: a title, and masks by name. Always by prompt length, the rest where there are
-    several.
+    """Ways to group requests: a title, and masks by name.
+
+    Always by prompt length; by other properties where there are several values.
     """
     lengths = length_classes(outcome)
     shown = {key.replace("_percent", " %").replace("_", " "): mask for key, mask in lengths.items() if mask.any()}

@@ -15,7 +15,7 @@ QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max",
 
 
 def quantiles(values: Float64Array) -> dict[str, float | None]:
-    """p50, p90, p99, p999 and max of the values that are numbers; None where there is none."""
+    """p50, p90, p99, p999 and max of the values that are not NaN; None where there is none."""
     known = values[~np.isnan(values)]
     if not len(known):
         return {name: None for name, _ in QUANTILES}
@@ -109,7 +109,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def _kv_store(outcome: Outcome) -> dict[str, Any]:
-    """The figures of the KV store, and once more under `tiers`, their key before it was renamed; empty without one."""
+    """The figures of the KV store, repeated under `tiers`, their former key; empty without a KV store."""
     if outcome.kv_store is None:
         return {}
     figures = kv_store_figures(outcome.kv_store, outcome.counters["prompt_tokens"])
@@ -133,8 +133,9 @@ def kv_store_figures(kv_store: KvStoreCounters, prompt_tokens: int) -> dict[str,
 
 
 def hit_rate(outcome: Outcome) -> float:
-    """The share of the prompts' tokens that a prefix cache held where they were to be computed. KV that came from a
-    prefill engine is no hit.
+    """The share of prompt tokens that hit the prefix cache of the scheduler that computed them.
+
+    KV from a prefill engine is not a hit.
     """
     transfers, runs = outcome.transfers, outcome.schedulers
     if transfers is None:
@@ -147,8 +148,10 @@ def hit_rate(outcome: Outcome) -> float:
 
 
 def _drafts(outcome: Outcome) -> dict[str, Any]:
-    """What speculative decoding did, where it is simulated: tokens verified and accepted, and the tokens that a row
-    yields in a step that verifies its drafts, None if there was no such step.
+    """Figures of speculative decoding: tokens verified and accepted, and the tokens that a row yields per verifying
+    step.
+
+    The last is None if there was no such step.
     """
     if outcome.setup.speculation is None:
         return {}
@@ -161,13 +164,13 @@ def _drafts(outcome: Outcome) -> dict[str, Any]:
 
 
 def fleet_summary(outcome: Outcome) -> dict[str, Any]:
-    """`summary` and, for several schedulers, what each did."""
+    """`summary`, with figures per scheduler if there are several."""
     if outcome.setup.schedulers == 1:
         return summary(outcome)
     return summary(outcome) | {"router_queue": router_queue(outcome), "workers": worker_figures(outcome)}
 
 
 def _by_name(outcome: Outcome, names: tuple[str, ...], column: Any) -> dict[str, float | None]:
-    """Attainment by class or tenant, for those that have requests and a name; at most the 50 first."""
+    """Attainment by class or tenant, for those that have requests and a name; at most the first 50."""
     found = {name: column == index for index, name in enumerate(names[:51]) if name}
     return {name: share(outcome.met[mask]) for name, mask in found.items() if mask.any()}

@@ -35,8 +35,8 @@ class _Series:
 
 @dataclass
 class Chart:
-    """One chart: add series, then take `svg()`, or give it to `page`. On a log axis values that are not above 0 are
-    left out.
+    """One chart: add series, then call `svg()`, or pass it to `page`. A log axis leaves out values that are not above
+    0.
 
     `empty` is the text to show without values. On a page, charts of one `group` share their axes.
     """
@@ -168,7 +168,7 @@ class Chart:
 
 
 def picture(charts: Sequence[Chart]) -> str:
-    """The charts side by side as an SVG file of its own, on white."""
+    """The charts side by side as a standalone SVG file, on white."""
     width = WIDTH * len(charts)
     parts = [f'<g transform="translate({WIDTH * place} 0)">{chart.svg()}</g>' for place, chart in enumerate(charts)]
     sized = [part.replace("<svg ", f'<svg width="{WIDTH}" height="{HEIGHT}" ', 1) for part in parts]
@@ -192,7 +192,7 @@ class _Axis:
     def over(
         cls, columns: Sequence[npt.NDArray[np.float64]], log: bool, begin: float, end: float, zero: bool
     ) -> "_Axis":
-        """An axis that shows all values, with a little air; from 0 if `zero`."""
+        """An axis that shows all values, with a margin; from 0 if `zero`."""
         values = np.concatenate(columns) if columns else np.empty(0)
         if not len(values):
             return cls(1.0 if log else 0.0, 10.0 if log else 1.0, log, begin, end)
@@ -234,7 +234,7 @@ class _Axis:
 
 
 def _legend_per_row(series: Sequence[_Series]) -> int:
-    """How many keys stand beside each other, so that the longest label has room."""
+    """Number of legend keys per row, so that the longest label fits."""
     longest = max((len(one.label) for one in series), default=0)
     return max(1, min(3, int((WIDTH - LEFT - RIGHT) / (LEGEND_KEY + LEGEND_CHAR * longest))))
 

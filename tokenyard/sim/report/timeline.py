@@ -15,7 +15,7 @@ NS_PER_US = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class TimelineSample:
-    """The engine after one step. Times in seconds, KV and prefill in tokens."""
+    """The state of the engine after a step. Times in seconds, KV and prefill in tokens."""
 
     at_s: float
     step_s: float
@@ -27,7 +27,7 @@ class TimelineSample:
 
 
 class Timeline:
-    """A step observer that keeps at most `MAX_SAMPLES` samples, evenly apart, for a run of any length."""
+    """A step observer that keeps at most `MAX_SAMPLES` samples, evenly spaced, for a run of any length."""
 
     def __init__(self) -> None:
         self.samples: list[TimelineSample] = []
@@ -36,7 +36,7 @@ class Timeline:
         self._seen = 0
 
     def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Core) -> None:
-        """Take in one committed step; see `StepObserver` for the arguments."""
+        """Record one committed step; see `StepObserver` for the arguments."""
         self._seen += 1
         if self._seen % self._stride:
             return
@@ -67,7 +67,7 @@ class PerfettoTrace:
         self._left_out = 0
 
     def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Core) -> None:
-        """Take in one committed step; see `StepObserver` for the arguments."""
+        """Record one committed step; see `StepObserver` for the arguments."""
         if self._slices >= MAX_SLICES:
             self._left_out += 1
             return

@@ -1,4 +1,4 @@
-"""When the requests of a workload come."""
+"""The arrival times of a workload's requests."""
 
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -11,7 +11,7 @@ ALL = slice(None)
 
 
 class Arrivals:
-    """Which request comes next: by the workload's times or, where it says so, after the end of another request."""
+    """The order of arrivals: by the workload's times or, for follow-up requests, after the end of another request."""
 
     def __init__(self, workload: Workload, window: slice = ALL) -> None:
         self.popped = 0
@@ -30,13 +30,13 @@ class Arrivals:
 
     @property
     def next_ns(self) -> int:
-        """When the next request comes; NEVER_NS for none."""
+        """Time (ns) of the next arrival; NEVER_NS for none."""
         if self._next < self._end:
             return self._at_ns[self._next]
         return self._waiting[0][0] if self._waiting else NEVER_NS
 
     def pop(self) -> int:
-        """The number of the next request."""
+        """Remove and return the number of the next request."""
         self.popped += 1
         if self._next < self._end:
             self._next += 1
@@ -44,13 +44,13 @@ class Arrivals:
         return heappop(self._waiting)[1]
 
     def ended(self, number: int, now: int) -> None:
-        """A request has ended: those that follow it come after their pause."""
+        """A request has ended: the requests that follow it arrive after their pause."""
         for index in self._after.pop(number, ()):
             self._at_ns[index] += now
             heappush(self._waiting, (self._at_ns[index], index))
 
     def with_actual_arrivals(self) -> Workload:
-        """The workload with the times at which requests came."""
+        """The workload with the actual arrival times."""
         if self._workload.follows is None:
             return self._workload
         times = self._workload.arrival_s.copy()

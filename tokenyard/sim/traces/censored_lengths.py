@@ -1,4 +1,4 @@
-"""Lengths of answers that nobody saw to their end: refused requests, and those whose client left."""
+"""Lengths of answers whose end is unknown: refused requests, and those whose client disconnected."""
 
 import numpy as np
 
@@ -25,12 +25,14 @@ def survival_weights(lengths: Int32Array, ended: BoolArray) -> Float64Array:
 
 
 def draw_lengths(seen: Int32Array, lengths: Int32Array, groups: list[Int32Array], seed: int) -> Int32Array:
-    """int32[n], `lengths` with a draw in place of each unknown one.
+    """int32[n], `lengths` with each unknown one drawn.
 
-    seen: int32[n], tokens seen of an answer of unknown length, -1 where the length is known. groups: columns of small
-    numbers, such as class and tenant, the coarsest first; an answer is drawn from those that agree in all of them, or
-    in fewer where too few lengths are known. A draw is longer than what was seen; where nothing like it was longer, the
-    tokens seen stand.
+    A draw is longer than the part that was seen. If no similar answer was longer, the length is the number of tokens
+    seen.
+
+    seen: int32[n], tokens seen of an answer of unknown length, -1 where the length is known.
+    groups: columns of small numbers, such as class and tenant, the coarsest first. An answer is drawn from those that
+        agree in all of them, or in fewer where too few lengths are known.
     """
     unknown = seen >= 0
     drawn = np.where(unknown, np.maximum(seen, 1), lengths).astype(np.int32)

@@ -26,7 +26,7 @@ def read_azure(path: Path, options: ReadOptions) -> Workload:
 
 
 def read_burstgpt(path: Path, options: ReadOptions) -> Workload:
-    """BurstGPT's traces (Wang et al. 2024). Its whole seconds are spread where many requests share one."""
+    """BurstGPT's traces (Wang et al. 2024). Requests that share a whole second are spread over it."""
     return _read_csv(path, options, BURSTGPT, spread=True)
 
 
@@ -54,7 +54,7 @@ class CsvHeader:
         self._header: list[str] = []
 
     def read(self, lines: Iterator[tuple[str, str]]) -> None:
-        """Draw the header from `lines`. Raises ConfigError if a column is missing."""
+        """Read the header from `lines`. Raises ConfigError if a column is missing."""
         where, line = next(lines, (self._path.name, ""))
         wanted = {column.lower(): column for column in self._columns}
         self._header = [wanted.get(value.strip().lower(), value.strip()) for value in csv_values(where, line)]
@@ -65,7 +65,7 @@ class CsvHeader:
             )
 
     def record(self, where: str, line: str) -> dict[str, str]:
-        """A further line by the names of the columns. Raises ConfigError if it has another number of values."""
+        """A later line as column name -> value. Raises ConfigError if it has another number of values."""
         values = csv_values(where, line)
         if len(values) != len(self._header):
             raise ConfigError(f"{where}: {len(values)} columns instead of {len(self._header)}; is the file cut off?")
@@ -73,7 +73,7 @@ class CsvHeader:
 
 
 def csv_values(where: str, line: str) -> list[str]:
-    """The values of one line of a CSV file. Raises ConfigError for a line that is none."""
+    """The values of one line of a CSV file. Raises ConfigError if the line is not CSV."""
     try:
         return next(csv.reader([line]), [])
     except csv.Error as error:
@@ -95,8 +95,9 @@ def _float(record: dict[str, str], key: str, where: str) -> float:
 
 
 def read_vidur(path: Path, options: ReadOptions) -> Workload:
-    """Vidur's processed traces. Without the column `arrived_at` (s) arrivals are a Poisson process of one request a
-    second, drawn by the seed.
+    """Vidur's processed traces.
+
+    Without the column `arrived_at` (s), arrivals are a Poisson process of one request per second, drawn by the seed.
     """
     builder, rng, drawn_s = WorkloadBuilder(path.name), np.random.default_rng(options.seed), 0.0
     lines, header = read_lines(path), CsvHeader(path, VIDUR)
@@ -131,7 +132,7 @@ def seconds_of(stamp: str, where: str) -> float:
 
 
 def in_seconds(stamp: float, where: str) -> float:
-    """`stamp` itself. Raises ConfigError where it counts something smaller than seconds."""
+    """`stamp` itself. Raises ConfigError if its unit is smaller than seconds."""
     if stamp > LAST_UNIX_SECOND:
         raise ConfigError(f"{where}: the time stamp is {stamp:.15g}; Unix seconds are needed, not milliseconds or less")
     return stamp

@@ -1,4 +1,4 @@
-"""Which format a trace has, by its first lines, for those who do not say."""
+"""Detects the format of a trace by its first lines, if none is given."""
 
 from itertools import islice
 from pathlib import Path
@@ -40,7 +40,7 @@ def detect_format(path: Path) -> str:
 
 
 def _of_members(path: Path) -> str:
-    """The format of a folder or archive with client models or sessions, "" for everything else."""
+    """The format of a folder or archive with client models or sessions, "" for anything else."""
     if not (path.is_dir() or ".tar" in path.suffixes or path.suffix == ".tgz"):
         return ""
     if next(read_members(path, "-trace.csv"), None):

@@ -37,8 +37,10 @@ REQUEST_LOGGER = "tokenyard.requests"
 
 
 def read_mooncake(path: Path, options: ReadOptions) -> Workload:
-    """Mooncake's traces (Qin et al. 2024). Where time stamps tick, as by 3 s in the published conversations, they are
-    spread over the tick with the seed.
+    """Mooncake's traces (Qin et al. 2024).
+
+    Time stamps with a coarse tick, such as the 3 s of the published conversations, are spread over the tick with the
+    seed.
     """
     builder = WorkloadBuilder(path.name, options.seed, spread=True)
     take = partial(_add_hashed, builder, MS_PER_S, HASH_BLOCK_TOKENS)
@@ -83,14 +85,21 @@ _OWN_TARGETS = ("deadline_s", "slo_ttft_s", "slo_tpot_s")
 
 
 def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
-    """Our own form, a JSON object a line.
+    """The `tokenyard` format, one JSON object per line.
 
-    Needed: `arrival_s`; `output_tokens`; and the prompt as `prompt_tokens` (a count), `token_ids` (a list), or
-    `prompt_tokens` with `hash_ids` (one id per `block_tokens` tokens, 512 unless said; equal ids from the left mean an
-    equal prefix). Optional: `max_new_tokens` (what was asked for; else the trace's largest answer), `tenant`, `class`,
-    `priority` (whole number), `deadline_s` (from arrival to the end), `slo_ttft_s`, `slo_tpot_s` (targets of its own),
-    `complete` (false: the request was refused or broken off, and `output_tokens` is what was seen of its answer),
-    `lora` (name of its LoRA adapter; see --enable-lora).
+    Required: `arrival_s`, `output_tokens`, and the prompt, as `prompt_tokens` (a count), as `token_ids` (a list), or as
+        `prompt_tokens` with `hash_ids` (one id per `block_tokens` tokens, 512 by default; equal leading ids mean an
+        equal prefix).
+
+    Optional:
+
+    - `max_new_tokens`: the client's limit; by default the trace's largest answer
+    - `tenant`, `class`: names
+    - `priority`: whole number
+    - `deadline_s`: seconds from arrival to the end
+    - `slo_ttft_s`, `slo_tpot_s`: the request's own targets
+    - `complete`: false if the request was refused or cut off; `output_tokens` is then the part that was seen
+    - `lora`: name of its LoRA adapter (see --enable-lora)
     """
     builder = WorkloadBuilder(path.name, options.seed, skip_unknown=options.skip_unknown)
     return build_workload(
@@ -122,7 +131,7 @@ def _add_own(builder: WorkloadBuilder, where: str, record: dict[str, Any]) -> No
 
 
 def _complete(record: dict[str, Any], where: str) -> bool:
-    """Whether the answer ended by itself: the field `complete`, or else the `reason` that logs give."""
+    """Whether the answer ended by itself: the field `complete`, or else the `reason` of a log line."""
     complete = record.get("complete", record.get("reason") not in INCOMPLETE)
     if not isinstance(complete, bool):
         raise ConfigError(f"{where}: complete is {str(complete)[:40]!r}; it must be true or false")
@@ -130,10 +139,10 @@ def _complete(record: dict[str, Any], where: str) -> bool:
 
 
 def read_log(path: Path, options: ReadOptions) -> Workload:
-    """The log of `serve --log-requests --log-format json`: a request per line of the logger `REQUEST_LOGGER`.
+    """The log of `serve --log-requests --log-format json`: one request per line of the logger `REQUEST_LOGGER`.
 
-    Lines come as answers end and are sorted by arrival; lines of other loggers, or that are no JSON, are passed over.
-    So are requests that no server of this model could serve (cause invalid or too_long), which are counted.
+    Lines are written as answers end and are sorted by arrival. Lines of other loggers, or that are not JSON, are
+    skipped. Requests that no server of this model could serve (cause invalid or too_long) are skipped and counted.
     """
     builder = WorkloadBuilder(path.name, options.seed, sort=True, skip_unknown=options.skip_unknown)
     found, wrong = 0, 0
@@ -176,7 +185,7 @@ def _name(record: dict[str, Any], key: str, where: str) -> str:
 
 
 def _token_ids(record: dict[str, Any], key: str, count_key: str, where: str) -> Int32Array:
-    """The list `record[key]`, which must be as long as `record[count_key]` says, if that is there."""
+    """The list `record[key]`. If `record[count_key]` exists, it must be the length of the list."""
     try:
         ids = np.array(record.get(key))
     except ValueError:  # lists of several lengths
@@ -190,12 +199,12 @@ def _token_ids(record: dict[str, Any], key: str, count_key: str, where: str) -> 
 
 
 def read_openai(path: Path, options: ReadOptions) -> Workload:
-    """Logged request bodies: a JSON object a line with `timestamp` (Unix seconds or ISO 8601) and the body.
+    """Logged request bodies: one JSON object per line with `timestamp` (Unix seconds or ISO 8601) and the body.
 
     The body is the line itself or its field `body`: `messages` (role and text content) or `prompt`. The answer's length
-    is `usage.completion_tokens` of the line, of its `response` or of the `body` of that, or `output_tokens`; without
-    any of them the line is refused, for a guess would decide the result. `user` is the tenant, `priority` the priority;
-    `max_completion_tokens` or `max_tokens` is what was asked for.
+    is `usage.completion_tokens` of the line, of its `response` or of the `body` of that, or `output_tokens`. A line
+    without any of them is refused, because a guess would decide the result. `user` is the tenant, `priority` the
+    priority; `max_completion_tokens` or `max_tokens` is the client's limit.
     """
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name)
@@ -256,7 +265,7 @@ def _completion_tokens(record: dict[str, Any], where: str) -> int:
 
 
 def _asked_tokens(body: dict[str, Any], output: int, where: str) -> int | None:
-    """What a body sets as the most tokens of its answer of `output` tokens; None if it leaves that open."""
+    """The output limit in a body whose answer has `output` tokens; None if there is none."""
     for key in ("max_completion_tokens", "max_tokens"):
         if body.get(key) is not None:
             return max(whole(body, key, where), output, 1)
@@ -282,7 +291,7 @@ def read_vllm_measured(path: Path, options: ReadOptions) -> Workload:
 
 
 def read_lmcache_agent(path: Path, options: ReadOptions) -> Workload:
-    """LMCache's agent sessions: a file per session, a line per call. The file's name is the tenant."""
+    """LMCache's agent sessions: one file per session, one line per call. The file's name is the tenant."""
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name, sort=True)
 

@@ -1,6 +1,6 @@
-"""Token ids of simulated prompts and answers, made on demand and always the same.
+"""Token ids of simulated prompts and answers, computed on demand and deterministic.
 
-A stream is an endless sequence of token ids named by a number. A prompt is a chain of segments, each the beginning of
+A stream is an endless sequence of token ids identified by a number. A prompt is a chain of segments, each a prefix of
 one stream, so two prompts share a prefix exactly as far as their chains agree. The answer to request `i` is the stream
 `ANSWER_STREAM + i`, which a later turn of the same conversation can name.
 """
@@ -39,7 +39,7 @@ def stream_tokens(stream: npt.ArrayLike, position: npt.ArrayLike) -> Int32Array:
 
 
 class Content(Protocol):
-    """Where the token ids of prompts come from."""
+    """The source of the token ids of prompts."""
 
     def prompt_ids(self, index: int, tokens: int) -> Int32Array:
         """The `tokens` ids of request `index`'s prompt, int32[tokens]."""

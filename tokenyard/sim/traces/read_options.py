@@ -1,4 +1,4 @@
-"""What the readers of traces share: their options, and lines that are left out."""
+"""Options of the trace readers, and the handling of bad lines."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +18,13 @@ Line = TypeVar("Line")
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a reader may need: `seed` for what is drawn, `tokenize` for traces of text, `limit` on how many requests are
-    read or drawn, `skip_bad` to leave out lines that cannot be read, and `skip_unknown` to leave out answers of unknown
-    length, which are drawn otherwise.
+    """Options of a trace reader.
+
+    seed: seed of everything that is drawn.
+    tokenize: tokenizer for traces of text.
+    limit: most requests to read or draw.
+    skip_bad: leave out lines that cannot be read.
+    skip_unknown: leave out answers of unknown length instead of drawing it.
     """
 
     seed: int = 0
@@ -50,7 +54,7 @@ class BadLines:
         self._count, self._first = 0, ""
 
     def take(self, take: Callable[[], None]) -> None:
-        """Call `take`; the ConfigError that it raises is counted, or raised where bad lines are not left out."""
+        """Call `take`. Its ConfigError is counted, or raised unless bad lines are left out."""
         try:
             take()
         except ConfigError as error:
@@ -60,7 +64,7 @@ class BadLines:
             self._first = self._first or error.message
 
     def remarks(self) -> list[str]:
-        """What was left out, in at most one sentence."""
+        """A sentence about the lines that were left out, if any."""
         return [f"{self._count} {self._what} are left out; the first: {self._first}"] if self._count else []
 
 
@@ -72,9 +76,9 @@ def build_workload(
     *,
     whole_file: bool = False,
 ) -> Workload:
-    """The workload that `take(where, line)` builds from all lines, or from as many as --limit asks for.
+    """The workload that `take(where, line)` builds from all lines, or up to the limit of --limit.
 
-    `whole_file` reads on beyond the limit, where the order of lines is not that of arrivals.
+    `whole_file` reads on past the limit, for files whose lines are not in order of arrival.
     """
     bad = BadLines(options)
     for where, line in lines:

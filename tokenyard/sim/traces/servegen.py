@@ -1,4 +1,4 @@
-"""Drawing requests from ServeGen's client models (Xiang et al. 2025): per client a rate, a burstiness and lengths."""
+"""Draws requests from ServeGen's client models (Xiang et al. 2025): per client a rate, a burstiness and lengths."""
 
 import json
 import re
@@ -43,7 +43,7 @@ class Client:
     lengths: list[tuple[float, Histogram, Histogram]]
 
     def draw(self, start_s: float, rng: np.random.Generator) -> tuple[Float64Array, Int32Array, Int32Array]:
-        """Arrivals, prompts and answers in the window that begins at `start_s`; nothing where the client is silent."""
+        """Arrivals, prompts and answers in the window that begins at `start_s`; empty if the client is idle then."""
         rate, distribution, first, second = self.windows.get(start_s, (0.0, "", 0.0, 0.0))
         lengths = [item for item in self.lengths if item[0] <= start_s]
         if not rate or not distribution or not lengths:
@@ -54,7 +54,7 @@ class Client:
 
 
 def _renewals(distribution: str, shape: float, scale: float, rng: np.random.Generator, where: str) -> Float64Array:
-    """Sums of gaps drawn from the distribution, as far as they fall into one window."""
+    """Sums of gaps drawn from the distribution, up to the end of one window."""
     elapsed, parts = 0.0, []
     while elapsed < WINDOW_S:
         if distribution == "Gamma":
@@ -77,8 +77,8 @@ def _renewals(distribution: str, shape: float, scale: float, rng: np.random.Gene
 def read_servegen(path: Path, seed: int = 0, limit: int | None = None, skip_bad: bool = False) -> Workload:
     """Draw a day of requests, or its first `limit`, from the client models in a folder or tar archive.
 
-    The day begins with its first window that has traffic. Raises ConfigError for files that do not fit the form; with
-    `skip_bad` the clients whose files do not are left out, and counted.
+    The day begins with its first window that has traffic. Raises ConfigError for files of another form; with `skip_bad`
+    the clients with such files are left out and counted.
     """
     clients, remarks = _read_clients(path, skip_bad)
     rng = np.random.default_rng(seed)
@@ -100,7 +100,7 @@ def read_servegen(path: Path, seed: int = 0, limit: int | None = None, skip_bad:
 
 
 def _read_clients(path: Path, skip_bad: bool) -> tuple[list[Client], list[str]]:
-    """The clients, and what was left out, in at most one sentence."""
+    """The clients, and a sentence about those that were left out, if any."""
     traces = dict(read_members(path, "-trace.csv"))
     datasets = dict(read_members(path, "-dataset.json"))
     if not traces:

@@ -1,4 +1,4 @@
-"""Made-up traffic with one property each, drawn from a seed: what recorded traces do not have."""
+"""Synthetic traffic, drawn from a seed, with one property each that recorded traces lack."""
 
 import difflib
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def shared_prefix(requests: int, rate: float, seed: int) -> Workload:
 def multi_turn(requests: int, rate: float, seed: int) -> Workload:
     """Conversations of 6 turns: each prompt is the last one, its answer, and a new question after some thinking.
 
-    Turns follow at drawn times (think time plus a usual answer's time) whether or not the answer is there by then.
+    Turns arrive at drawn times (think time plus a typical answer's time) whether or not the answer has ended by then.
     """
     rng = np.random.default_rng(seed)
     conversations = max(-(-requests // TURNS), 1)
@@ -100,7 +100,7 @@ def _turns(
 
 
 def bursts(requests: int, rate: float, seed: int) -> Workload:
-    """Calm of 90 s and bursts of 30 s with five times the calm's rate; `rate` is the mean."""
+    """Calm phases of 90 s and bursts of 30 s with five times the calm rate; `rate` is the mean."""
     rng = np.random.default_rng(seed)
     calm_rate = rate * (CALM_S + BURST_S) / (CALM_S + BURST_FACTOR * BURST_S)
     # Draw at rate 1 and stretch time: in a burst it passes BURST_FACTOR times as fast.
@@ -114,7 +114,7 @@ def bursts(requests: int, rate: float, seed: int) -> Workload:
 
 
 def tenants(requests: int, rate: float, seed: int) -> Workload:
-    """Four tenants, the first of which floods: it sends ten times as much as each of the others."""
+    """Four tenants. The first sends ten times as much as each of the others."""
     rng = np.random.default_rng(seed)
     base = plain(requests, rate, seed)
     weights = np.array([FLOOD_FACTOR] + [1.0] * (TENANTS - 1))
@@ -150,7 +150,9 @@ SYNTHETIC: dict[str, Callable[[int, float, int], Workload]] = {
 
 
 def synthetic(name: str, requests: int, rate: float, seed: int = 0) -> Workload:
-    """`requests` made-up requests at `rate` a second. Raises ConfigError for an unknown kind or numbers not above 0."""
+    """`requests` synthetic requests at `rate` per second. Raises ConfigError for an unknown kind or numbers not above
+    0.
+    """
     if name not in SYNTHETIC:
         near = difflib.get_close_matches(name, SYNTHETIC, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(SYNTHETIC)}"

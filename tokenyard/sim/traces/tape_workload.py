@@ -62,7 +62,7 @@ class RecordedRequest:
 
 
 class TapeHistory(ReplayObserver):
-    """Observes a replay (`tape.replay.ReplayObserver`) and keeps what a simulation needs."""
+    """Observes a replay (`tape.replay.ReplayObserver`) and records what a simulation needs."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
@@ -98,7 +98,7 @@ class TapeHistory(ReplayObserver):
         self._end_ns, self._rested, self._rows_before = now, False, plan.pool_rows
 
     def _waited_for_commit(self, plan: StepPlan) -> bool:
-        """Whether a plan was made after the last step's commit only: with overlap, where a row of both verifies."""
+        """Whether a plan was made only after the last step's commit: with overlap, if a row of both verifies drafts."""
         if self._origin.settings.max_in_flight == 1:
             return True
         verified = plan.pool_rows[plan.decode_rows : plan.chunks_from]
@@ -114,7 +114,7 @@ class TapeHistory(ReplayObserver):
                 self._open -= 1
 
     def workload(self, name: str) -> Workload:
-        """The answers in the order of their arrival, each as a request of its own.
+        """The answers in order of arrival, each as a request.
 
         The length of those that did not end by themselves is drawn from the others. Raises ConfigError if there is
         none.
@@ -175,8 +175,8 @@ class TapeHistory(ReplayObserver):
 
     @property
     def host_s(self) -> float:
-        """Mean time between two steps beyond the device's work: the host's share of a turn where nothing overlaps; 0 if
-        everything did.
+        """Mean time between two steps beyond the device's work: the host's share of a turn without overlap, 0 with
+        overlap.
 
         Turns that began without a waiting request are left out, and the longest hundredth of the others (pauses).
         """
@@ -186,7 +186,7 @@ class TapeHistory(ReplayObserver):
         return max(float(turns[: max(int(MAX_HOST_SHARE * len(turns)), 1)].mean()), 0.0) / NS_PER_S
 
     def outcome(self, workload: Workload, setup: Setup, counters: Counters) -> Outcome:
-        """How `workload` really went, for the same numbers and charts as a simulated run."""
+        """The recorded outcome of `workload`, for the same numbers and charts as a simulated run."""
         answers, truth = self._in_order(), setup.profile.cost()
         finishes = [answer.finish or Finish(0, "abort") for answer in answers]
         begin_ns = answers[0].arrival_ns
@@ -242,7 +242,7 @@ def _seconds(nanoseconds: int | None) -> float | None:
 
 
 def _status(answer: RecordedRequest) -> int:
-    """The outcome; a request that its client cancelled counts as served until then, if it had any output."""
+    """The status. A request that its client cancelled counts as served if it had any output."""
     if answer.finish is None:
         return UNFINISHED
     if answer.finish.cause in CLIENT_CANCELLED:
@@ -255,7 +255,7 @@ def _column(values: list[int]) -> Int32Array:
 
 
 def write_trace(workload: Workload, path: Path) -> None:
-    """Write a workload as a trace of form `tokenyard`, one request a line; unknown lengths stay unknown."""
+    """Write a workload as a trace of format `tokenyard`, one request per line; unknown lengths stay unknown."""
     with path.open("w", encoding="utf-8") as file:
         for index in range(len(workload)):
             request = workload.request(index)

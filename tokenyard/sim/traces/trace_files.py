@@ -1,6 +1,6 @@
-"""Reading trace files: plain, gzip or zstd, with one clear line when something is wrong with them.
+"""Reads trace files: plain, gzip or zstd, with a one-line error if something is wrong with them.
 
-How a file is packed is read off its first bytes, whatever its name.
+The compression is detected by the first bytes of a file, not by its name.
 """
 
 import gzip
@@ -39,8 +39,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _packing(raw: bytes, path: Path) -> bytes:
-    """GZIP, ZSTD or nothing, by the first bytes `raw`; what they leave open is told by the name, so that a packed file
-    whose beginning is lost is not read as text.
+    """GZIP, ZSTD or nothing, by the first bytes `raw`.
+
+    If these match none, the name decides, so that a compressed file whose beginning is lost is not read as text.
     """
     found = next((magic for magic in (GZIP, ZSTD) if raw.startswith(magic)), b"")
     return found or _SUFFIXES.get(path.suffix, b"")
@@ -67,8 +68,7 @@ def _unpack_zstd(raw: bytes, path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines that are not blank, each with `file, line N` for error messages. The file is read only as far as lines
-    are drawn.
+    """The lines that are not blank, each with `file, line N` for error messages. The file is read lazily.
 
     Raises ConfigError, when reading gets there, for a file that cannot be read, is cut off or is not text.
     """
@@ -96,7 +96,7 @@ def _open_text(path: Path) -> TextIO:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One JSON object a line. Raises ConfigError naming the line that is cut off or no object."""
+    """One JSON object per line. Raises ConfigError naming a line that is cut off or not an object."""
     for where, line in read_lines(path):
         yield where, json_object(line, where)
 
@@ -113,9 +113,9 @@ def json_object(line: str, where: str) -> dict[str, Any]:
 
 
 def read_members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
-    """Files ending with `suffix` in a folder or a tar archive, by name, or the one such file itself.
+    """Files ending with `suffix` in a folder or a tar archive, by name, or the single file itself.
 
-    Archive and file may be packed (.gz or .zst).
+    Archive and file may be compressed (.gz or .zst).
     """
     if path.is_dir():
         for entry in sorted(path.rglob(f"*{suffix}")):
@@ -136,7 +136,7 @@ def read_members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
 
 
 def number(record: dict[str, Any], key: str, where: str) -> float:
-    """`record[key]` as a number. Raises ConfigError if it is missing, something else, or absurd."""
+    """`record[key]` as a number. Raises ConfigError if it is missing, not a number, or out of range."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         what = "is missing" if key not in record else f"is {str(value)[:40]!r}, not a number"
@@ -147,7 +147,7 @@ def number(record: dict[str, Any], key: str, where: str) -> float:
 
 
 def whole(record: dict[str, Any], key: str, where: str) -> int:
-    """`record[key]` as a whole number. Raises ConfigError if it is missing or something else."""
+    """`record[key]` as a whole number. Raises ConfigError if it is missing or not a whole number."""
     value = number(record, key, where)
     if value != int(value):
         raise ConfigError(f"{where}: {key} is {value}, not a whole number")

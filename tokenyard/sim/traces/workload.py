@@ -1,4 +1,4 @@
-"""A workload: requests as columns, each with the output length that only the executor's side knows."""
+"""A workload: requests as columns, with output lengths that only the simulated executor knows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -46,16 +46,22 @@ COLUMNS = (
 class Workload:
     """Requests in order of arrival, as columns of equal length.
 
-    arrival_s: float64[n], from 0, ascending. prompt_tokens, output_tokens: int32[n], at least 1. max_new_tokens:
-    int32[n], what each asks for, or 0 for as much as the largest answer of all. tenants, classes: names; tenant and
-    service_class (int32[n]) index them. priority: int32[n] or NO_PRIORITY. deadline_s: float64[n] from arrival to the
-    end, NaN for none. slo_ttft_s, slo_tpot_s: float64[n], the request's own targets for its first token and, on
-    average, for every further one; NaN where those of the run hold. seen_tokens: int32[n], LENGTH_KNOWN, or for an
-    answer that did not end by itself the tokens that were seen of it; output_tokens is a draw then
-    (`sim.traces.censored_lengths`). remarks: what was left out or guessed when the trace was read, one sentence each.
-    follows: int32[n], the request after whose end a request comes, `arrival_s` later, or -1; None if all come at their
-    own times. adapters, adapter (int32[n]): names of LoRA adapters, "" for none, and which each request has; None if
-    none has any.
+    arrival_s: float64[n], from 0, ascending.
+    prompt_tokens, output_tokens: int32[n], at least 1.
+    max_new_tokens: int32[n], the limit of each request, or 0 for the length of the largest answer.
+    tenants, classes: names, indexed by tenant and service_class.
+    tenant, service_class: int32[n].
+    priority: int32[n], NO_PRIORITY for none.
+    deadline_s: float64[n], seconds from arrival to the end, NaN for none.
+    slo_ttft_s, slo_tpot_s: float64[n], the request's own targets for its first token and for the mean time per further
+        token; NaN where those of the run apply.
+    seen_tokens: int32[n], LENGTH_KNOWN, or for an answer that did not end by itself the tokens that were seen of it;
+        output_tokens is then a draw (`sim.traces.censored_lengths`).
+    remarks: what was left out or guessed when the trace was read, one sentence each.
+    follows: int32[n], request after whose end a request arrives, `arrival_s` later, or -1; None if all arrive at their
+        own times.
+    adapters: names of LoRA adapters, "" for none.
+    adapter: int32[n], index into `adapters`; None if no request has one.
     """
 
     name: str
@@ -90,27 +96,27 @@ class Workload:
 
     @cached_property
     def max_output_tokens(self) -> int:
-        """The largest answer."""
+        """The length of the largest answer."""
         return int(self.output_tokens.max())
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The largest prompt."""
+        """The length of the largest prompt."""
         return int(self.prompt_tokens.max())
 
     @property
     def unknown_lengths(self) -> int:
-        """How many answers have a drawn length, as nobody saw their end."""
+        """Number of answers whose length is drawn because their end is unknown."""
         return int((self.seen_tokens >= 0).sum())
 
     def check_lengths(self) -> None:
-        """Raise ConfigError if no answer has a known length, so that there was nothing to draw the others from."""
+        """Raise ConfigError if no answer has a known length to draw the others from."""
         if self.unknown_lengths == len(self):
             raise ConfigError(f"{self.name}: every request was refused or broken off; no length is known")
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of numbers about this workload should know of it, one sentence each."""
+        """Caveats about this workload for readers of its results, one sentence each."""
         notes = list(self.remarks)
         if unknown := self.unknown_lengths:
             notes.append(
@@ -126,7 +132,7 @@ class Workload:
         return replace(self, arrival_s=self.arrival_s / rate_scale)
 
     def limited(self, requests: int | None) -> "Workload":
-        """The first `requests` ones (None: all). Raises ConfigError if that is not at least 1."""
+        """The first `requests` requests (None: all). Raises ConfigError if that is not at least 1."""
         if requests is None or requests >= len(self):
             return self
         if requests < 1:
@@ -134,15 +140,14 @@ class Workload:
         return self.only(slice(requests))
 
     def only(self, chosen: slice | BoolArray) -> "Workload":
-        """Those requests. They are numbered anew, so what prompts share stays right only for the first ones."""
+        """The chosen requests, renumbered. Shared prefixes stay correct only if these are the first requests."""
         adapter = None if self.adapter is None else self.adapter[chosen]
         return replace(self, adapter=adapter, **{name: getattr(self, name)[chosen] for name in COLUMNS})
 
     def request(self, index: int, content: Content | None = None, *, true_length: bool = False) -> Request:
-        """Request `index` as the engine sees it; with `true_length` its max_new_tokens is the length of its own answer.
+        """Request `index` as the engine sees it; with `true_length` its max_new_tokens is its true output length.
 
-        The seed is the request's number; the simulated executor
-        finds the true output length by it.
+        The seed is the request's number, by which the simulated executor finds the true output length.
         """
         priority = int(self.priority[index])
         slo = Slo(_ns_or_none(self.slo_ttft_s[index]), _ns_or_none(self.slo_tpot_s[index]))
@@ -176,10 +181,11 @@ def _ns_or_none(seconds: float) -> int | None:
 class WorkloadBuilder:
     """Collects requests line by line and checks each; `where` in error messages is the file and line.
 
-    With `spread`, where the trace's clock ticks, arrivals are moved by a seeded uniform draw from [0, tick) and sorted,
-    otherwise all requests would seem to arrive in bursts on the tick. With `sort` any order of arrivals is taken;
-    otherwise a clock that goes backwards is refused. `skip_unknown` leaves out answers of unknown length instead of
-    drawing it; `remarks` may be added to until the workload is built.
+    spread: if the trace's clock is coarse, add a seeded uniform draw from [0, tick) to each arrival and sort; otherwise
+        all requests would seem to arrive in bursts on the tick.
+    sort: accept arrivals in any order; otherwise a clock that goes backwards is refused.
+    skip_unknown: leave out answers of unknown length instead of drawing it.
+    remarks: may be extended until the workload is built.
     """
 
     def __init__(
@@ -230,10 +236,12 @@ class WorkloadBuilder:
         complete: bool = True,
         adapter: str = "",
     ) -> None:
-        """Take in one request. `segments` are (stream, tokens) pairs (see `SegmentContent`). `complete` False says that
-        the answer did not end by itself, and `output_tokens` is only what was seen of it.
+        """Add one request. `segments` are (stream, tokens) pairs (see `SegmentContent`).
 
-        Raises ConfigError, in one line, for a bad number or a clock going backwards, and takes nothing in then.
+        `complete` False means that the answer did not end by itself, and `output_tokens` counts only the part that was
+        seen.
+
+        Raises ConfigError, in one line, for a bad number or a clock that goes backwards, and then adds nothing.
         """
         self._check(where, arrival_s, prompt_tokens, output_tokens)
         least = max(output_tokens, 1)
@@ -319,7 +327,7 @@ class WorkloadBuilder:
         )
 
     def _output_tokens(self) -> Int32Array:
-        """int32[n], the lengths of the answers; unknown ones are drawn, up to what their clients asked for."""
+        """int32[n], the lengths of the answers; unknown ones are drawn, up to their clients' limits."""
         seen, known = np.array(self._seen, np.int32), np.array(self._outputs, np.int32)
         groups = [np.array(self._class, np.int32), np.array(self._tenant, np.int32)]
         drawn, asked = draw_lengths(seen, known, groups, self._seed), np.array(self._asked, np.int32)
@@ -343,7 +351,7 @@ class WorkloadBuilder:
 
 
 def _tick_s(arrival_s: Float64Array) -> float:
-    """The step of a clock in whole seconds; 0 if it runs finely, so that few requests share a stamp."""
+    """The tick of a clock in whole seconds; 0 if it is finer, so that few requests share a time stamp."""
     distinct = np.unique(arrival_s)
     if not 1 < len(distinct) <= len(arrival_s) / 2:
         return 0.0
