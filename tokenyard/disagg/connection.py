@@ -20,10 +20,11 @@ READ_BYTES = 1 << 18
 
 
 class Connection:
-    """A socket to another engine. `name` is what was dialled, "" where the other side did.
+    """A socket to another engine.
 
-    until_ns: when the handshake is given up. pull: set where the other side wants pages through this socket, which
-    then belongs to whoever sends them.
+    name: the address that was dialled; "" if the other side dialled.
+    until_ns: deadline of the handshake.
+    pull: set if the other side requests pages through this socket, which the thread that sends them then owns.
     """
 
     def __init__(self, sock: socket.socket, number: int, own: EngineIdentity, name: str, until_ns: int) -> None:
@@ -42,21 +43,21 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        """Whether messages may go and come."""
+        """Whether the handshake is done, so that messages may be sent and received."""
         return self.handshake.done
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether something waits to be sent."""
+        """Whether there are bytes left to send."""
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Send a message, as far as the socket takes it now. Raises OSError, also if the other side reads nothing."""
+        """Queue a message and send what the socket accepts. Raises OSError, also if the other side reads nothing."""
         self._unsent += frame(message)
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits. Raises OSError."""
+        """Send queued bytes. Raises OSError."""
         try:
             while self._unsent:
                 sent = self.sock.send(self._unsent)
@@ -66,9 +67,9 @@ class Connection:
                 raise OSError("the other side reads nothing") from None
 
     def read(self, take: Callable[[Message], None]) -> bool:
-        """Give `take` each message that has come; returns whether the handshake ended with this.
+        """Pass each received message to `take`; return whether this call completed the handshake.
 
-        Raises OSError where the connection has ended, HandshakeError for what does not belong there.
+        Raises OSError if the connection has ended, HandshakeError for an unexpected frame.
         """
         try:
             data = self.sock.recv(READ_BYTES)
@@ -99,7 +100,7 @@ class Connection:
         try:
             self.handshake.received(message)
         finally:
-            # What is to be sent may say why not.
+            # The queued reply may state the reason for the refusal.
             self._send_handshake()
         if self.open:
             self._frames.max_frame_bytes = MAX_FRAME_BYTES

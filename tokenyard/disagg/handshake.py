@@ -1,8 +1,8 @@
-"""How two engines find out that they may and can exchange KV, and the frames that they talk in.
+"""The handshake by which two engines check that they may and can exchange KV, and the frames of the protocol.
 
-Both send `Hello`, compare it with their own, and prove by `Proof` that they know the shared secret: an HMAC over both
-hellos, each with a number that is used once, so that no proof serves twice. The addresses of memory come with the
-proof, not before it. A frame is its length (uint32, big-endian) and msgpack; nothing is ever unpickled.
+Both send `Hello`, compare it with their own, and send `Proof` that they know the shared secret: an HMAC over both
+hellos. Each hello has a nonce, so that a proof cannot be replayed. Memory addresses are sent with the proof, not before
+it. A frame is its length (uint32, big-endian) and msgpack; nothing is unpickled.
 """
 
 import hmac
@@ -23,8 +23,16 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
-    """Who one is. model: digest of the weights. pieces, piece_bytes: of the KV of a page. machine, pid: who may read
-    whose memory. boot_id: made up at the start of each process.
+    """The identity of an engine.
+
+    version: of the protocol.
+    boot_id: made up at the start of each process.
+    nonce: random bytes, used once.
+    model: digest of the weights.
+    dtype: of the KV.
+    page_size: tokens per page.
+    pieces, piece_bytes: number and size of the pieces of a page's KV.
+    machine, pid: the machine and the process, for reads of its memory.
     """
 
     version: int
@@ -40,7 +48,12 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
 
 
 class Proof(msgspec.Struct, tag=True, array_like=True):
-    """That one knows the secret, and where the KV lies (int64 bytes each), with a number to try reading it by."""
+    """Proof that an engine knows the secret, with the addresses of its KV.
+
+    mac: HMAC over both hellos.
+    origins, strides: of its `PageMap`, as int64 bytes.
+    probe_address, probe: a random number in its memory, which the other side tries to read.
+    """
 
     mac: bytes
     origins: bytes
@@ -50,13 +63,13 @@ class Proof(msgspec.Struct, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """Why one will not talk."""
+    """The reason why an engine rejects the handshake."""
 
     why: str
 
 
 class Pull(msgspec.Struct, tag=True, array_like=True):
-    """The first frame of a connection for pages: send `count` pages of an offer, from its page `first` on."""
+    """The first frame of a connection that transfers pages: requests `count` pages of an offer, from page `first`."""
 
     key: str
     ticket: bytes
@@ -73,7 +86,7 @@ _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """This engine, as the others see it; `secret` is shared by all."""
+    """What this engine presents in a handshake; all engines share `secret`."""
 
     hello: Hello
     pages: PageMap
@@ -82,12 +95,12 @@ class EngineIdentity:
 
 
 def frame(message: Any) -> bytes:
-    """A message as it travels."""
+    """Encode a message as a frame."""
     return frames.frame(_encoder.encode(message))
 
 
 def decode_message(body: bytes) -> Message:
-    """The message in a frame. Raises HandshakeError for anything else."""
+    """Decode the message in a frame. Raises HandshakeError for anything else."""
     try:
         return _messages.decode(body)
     except msgspec.MsgspecError as error:
@@ -95,7 +108,7 @@ def decode_message(body: bytes) -> Message:
 
 
 def decode_opening(body: bytes) -> Opening:
-    """The opening message in a frame. Raises HandshakeError for anything else."""
+    """Decode the opening message in a frame. Raises HandshakeError for anything else."""
     try:
         return _openings.decode(body)
     except msgspec.MsgspecError as error:
@@ -103,7 +116,7 @@ def decode_opening(body: bytes) -> Opening:
 
 
 class Handshake:
-    """One side of a handshake. `to_send` holds frames; `hello` and `proof` are the other's, once they have come."""
+    """One side of a handshake. `to_send` holds frames to send; `hello` and `proof` are the received ones."""
 
     def __init__(self, own: EngineIdentity, *, dialled: bool) -> None:
         self._own = own
@@ -115,13 +128,11 @@ class Handshake:
 
     @property
     def done(self) -> bool:
-        """Whether both have proved themselves."""
+        """Whether both sides have proved that they know the secret."""
         return self.proof is not None
 
     def received(self, message: Opening) -> None:
-        """Take in the other's next message. Raises HandshakeError if it will not do; what is to be sent then says
-        why.
-        """
+        """Handle the next message. Raises HandshakeError if it is rejected; `to_send` then holds the reason."""
         if isinstance(message, Refused):
             raise HandshakeError(f"it refused: {message.why[:200]}")
         if isinstance(message, Hello) and self.hello is None:
@@ -140,7 +151,7 @@ class Handshake:
             self._refuse("this message does not belong here")
 
     def memory(self) -> PageMap:
-        """Where the other's pages lie in its memory."""
+        """The addresses of the other engine's pages."""
         assert self.hello is not None
         assert self.proof is not None
         origins, strides = (np.frombuffer(data, "<i8") for data in (self.proof.origins, self.proof.strides))

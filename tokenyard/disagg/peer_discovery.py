@@ -1,4 +1,4 @@
-"""Finds prefill engines and keeps connections to them: by their HTTP address, or by that of their transfer port."""
+"""Finds prefill engines by their HTTP address or transfer port, and keeps connections to them."""
 
 import http.client
 import json
@@ -16,7 +16,7 @@ MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 TICK_S = 0.25
 WARN_INTERVAL_S = 60.0
-"""The same trouble with the same engine is logged so often."""
+"""Seconds between two warnings about the same problem with the same engine."""
 
 MAX_RESPONSE_BYTES = 1 << 20
 PATH = "/v1/transfer"
@@ -25,10 +25,10 @@ Dialled = Callable[[socket.socket, str], None]
 
 
 class Dialer:
-    """A thread that dials. `dialled` takes each connected socket with the address (host:port) that it leads to.
+    """A thread that connects to prefill engines. It passes each connected socket and its address to `dialled`.
 
-    urls: engines whose ranks are found by HTTP, again and again while one of them is not connected. Single addresses
-    are dialled when asked for (`want`).
+    urls: engines whose ranks are looked up over HTTP, repeatedly while one of them is not connected. `want` adds a
+    single address (host:port).
     """
 
     def __init__(self, urls: list[str], dialled: Dialled) -> None:
@@ -45,7 +45,7 @@ class Dialer:
         self._thread = threading.Thread(target=self._run, name="dialer", daemon=True)
 
     def start(self) -> None:
-        """Begin to dial."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -56,14 +56,14 @@ class Dialer:
             self._thread.join()
 
     def want(self, address: str) -> None:
-        """Dial an address soon, unless there is a connection."""
+        """Connect to an address soon, unless there is a connection."""
         with self._lock:
             if address not in self._connected:
                 self._wanted.add(address)
                 self._wake.set()
 
     def lost(self, address: str, why: str) -> None:
-        """The connection to an address has ended; it is dialled again if it belongs to one of the engines."""
+        """Handle the end of the connection to an address; it is dialled again if it belongs to one of the engines."""
         if not address:
             return
         now_s = time.monotonic()
@@ -86,14 +86,14 @@ class Dialer:
                 self._visit(url)
 
     def _visit(self, url: str) -> None:
-        """Look for the ranks of an engine if any of them is not connected and it is time."""
+        """Look up and dial the ranks of an engine if one of them is not connected and the backoff is over."""
         due_s, pause_s = self._pauses[url]
         now_s = time.monotonic()
         with self._lock:
             complete = bool(self._found[url]) and self._found[url] <= self._connected
         if complete or now_s < due_s:
             return
-        # The pause grows until all is well for as long as the longest one.
+        # The backoff grows until the engine has been stable for the longest backoff.
         stable = now_s - due_s > MAX_BACKOFF_S and due_s
         pause_s = MIN_BACKOFF_S if stable else pause_s
         self._pauses[url] = now_s + pause_s, min(2 * pause_s, MAX_BACKOFF_S)
@@ -120,7 +120,7 @@ class Dialer:
 
 def addresses_of(url: str) -> list[str]:
     """The transfer addresses (host:port) of an engine's ranks. Raises OSError or HTTPException if it does not answer,
-    ValueError for an answer that makes no sense.
+    ValueError for a malformed response.
     """
     parts = urlsplit(url if "//" in url else f"http://{url}")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

@@ -1,7 +1,7 @@
-"""Reads the memory of another process of this machine: one copy, without the other's help (process_vm_readv(2)).
+"""Reads the memory of another process on this machine: one copy, without work in that process (process_vm_readv(2)).
 
-It takes one machine, one PID namespace, one user and the permission to trace. Whether all that holds is found out by
-reading a random number (`probe`).
+Both processes need the same machine, PID namespace and user, and the permission to trace. Reading a random number
+(`Probe`) checks that.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ PROBE_BYTES = 32
 
 
 class Probe:
-    """A random number in the memory of this process; whoever can read it can read the KV as well."""
+    """A random number in the memory of this process. A process that can read it can also read the KV."""
 
     def __init__(self) -> None:
         self.value = secrets.token_bytes(PROBE_BYTES)
@@ -31,7 +31,7 @@ class Probe:
 
 
 def machine_id() -> str:
-    """What processes have in common that can see each other's memory: machine, boot and PID namespace; "" for none."""
+    """An id of machine, boot and PID namespace, equal in processes that can see each other; "" if unknown."""
     if not sys.platform.startswith("linux"):
         return ""
     try:
@@ -42,13 +42,13 @@ def machine_id() -> str:
 
 
 def allow(pid: int) -> None:
-    """Let process `pid` read this one's memory, where the kernel lets parents only (Yama)."""
+    """Let process `pid` read this process's memory, where the kernel restricts that to parents (Yama)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def can_read(pid: int, address: int, value: bytes) -> bool:
-    """Whether the memory of process `pid` can be read: at `address` it must hold `value`."""
+    """Whether this process can read the memory of process `pid`, which must hold `value` at `address`."""
     found = ctypes.create_string_buffer(len(value))
     there = np.array([[address, len(value)]], np.int64)
     here = np.array([[ctypes.addressof(found), len(value)]], np.int64)
@@ -62,7 +62,7 @@ def can_read(pid: int, address: int, value: bytes) -> bool:
 def read_pages(pid: int, theirs: PageMap, their_pages: Int32Array, ours: PageMap, our_pages: Int32Array) -> int:
     """Copy pages of process `pid` into pages of this one (int32[n] each); returns the bytes copied.
 
-    Raises OSError: ESRCH if the process is gone, EPERM without permission, EFAULT if its memory is.
+    Raises OSError: ESRCH if the process has ended, EPERM without permission, EFAULT if its memory is unmapped.
     """
     starts = runs(their_pages, our_pages) if len(our_pages) else our_pages
     there, here = spans(theirs, their_pages, starts), spans(ours, our_pages, starts)
@@ -70,7 +70,7 @@ def read_pages(pid: int, theirs: PageMap, their_pages: Int32Array, ours: PageMap
 
 
 def read_segments(pid: int, there: Int64Array, here: Int64Array) -> int:
-    """Copy stretches of memory (int64[n, 2], addresses and equal lengths) from process `pid`; returns the bytes."""
+    """Copy segments of memory (int64[n, 2]: addresses and equal lengths) from process `pid`; return the bytes."""
     call = ctypes.CDLL(None, use_errno=True).process_vm_readv
     call.restype = ctypes.c_ssize_t
     copied = 0
@@ -86,7 +86,7 @@ def read_segments(pid: int, there: Int64Array, here: Int64Array) -> int:
             copied += done
             wanted -= done
             if wanted:
-                # A call ends early at 2 GiB, or where a page of the other's memory is not there.
+                # A call ends early at 2 GiB, or at an unmapped page of the other process.
                 to, origin = skip_bytes(to, done), skip_bytes(origin, done)
                 count = ctypes.c_ulong(len(to))
     return copied

@@ -1,7 +1,7 @@
-"""Moves pages through a socket, straight from one KV pool into the other, with a checksum behind them.
+"""Copies pages through a socket, directly from one KV pool into the other, followed by a checksum.
 
-Stretches of memory are sent and received by vectored calls (writev(2), readv(2)), so that no Python object is made for
-a piece and the interpreter's lock is free meanwhile.
+Vectored calls (writev(2), readv(2)) send and receive segments of memory. They create no Python object per piece and
+release the interpreter's lock.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ from tokenyard.kv_layout.layout import IOV_MAX, skip_bytes, total_bytes
 
 BATCH_BYTES = 1 << 20
 TRAILER = struct.Struct("<QQ")
-"""How many bytes came before it, and their checksum."""
+"""Number of bytes before it, and their checksum."""
 
 
 class TransferError(TokenyardError):
-    """KV did not come through; it is computed instead."""
+    """A transfer of KV failed; the KV is computed instead."""
 
     code = "transfer_failed"
 
@@ -33,8 +33,9 @@ class TransferError(TokenyardError):
 def send_pages(
     sock: socket.socket, segments: Int64Array, piece_bytes: int, timeout_s: float, valid: Callable[[], bool]
 ) -> None:
-    """Send stretches of memory, then length and checksum. `valid` says before each batch whether the memory still holds
-    what was offered. Raises TransferError if it does not, OSError for a broken connection or a receiver that is stuck.
+    """Send segments of memory, then length and checksum. `valid` returns whether the memory still holds what was
+    offered; it is called before each batch. Raises TransferError if it does not, OSError for a broken connection or a
+    receiver that is stuck.
     """
     sock.setblocking(False)
     check = Checksum(piece_bytes)
@@ -42,15 +43,15 @@ def send_pages(
         if not valid():
             raise TransferError("the lease is over")
         _move(sock, batch, timeout_s, "writev")
-        # While the other side reads.
+        # Overlaps with the reads of the other side.
         check.add(batch)
     sock.settimeout(timeout_s)
     sock.sendall(TRAILER.pack(total_bytes(segments), check.value))
 
 
 def receive_pages(sock: socket.socket, segments: Int64Array, piece_bytes: int, timeout_s: float) -> None:
-    """Receive what `send_pages` sends. Raises TransferError for other bytes than were sent, OSError for a broken
-    connection or a sender that says nothing for `timeout_s`.
+    """Receive what `send_pages` sends. Raises TransferError if the checksum differs, OSError for a broken connection or
+    a sender that is silent for `timeout_s`.
     """
     sock.setblocking(False)
     check = Checksum(piece_bytes)
@@ -69,7 +70,7 @@ def receive_pages(sock: socket.socket, segments: Int64Array, piece_bytes: int, t
 
 
 def batches(segments: Int64Array) -> list[Int64Array]:
-    """Cut stretches into parts of about `BATCH_BYTES`, each of so many stretches as one call takes."""
+    """Split segments into batches of about `BATCH_BYTES`, each with at most the segments that one call accepts."""
     parts, left = [], segments
     while len(left):
         head = left[:IOV_MAX]
@@ -81,7 +82,7 @@ def batches(segments: Int64Array) -> list[Int64Array]:
 
 
 def _move(sock: socket.socket, segments: Int64Array, timeout_s: float, name: str) -> None:
-    """Write or read all of some stretches, waiting for the socket where need be."""
+    """Write or read all of the segments; wait for the socket if necessary."""
     call = getattr(ctypes.CDLL(None, use_errno=True), name)
     call.restype = ctypes.c_ssize_t
     left = np.ascontiguousarray(segments)

@@ -1,7 +1,7 @@
-"""The thread that talks to other engines: it runs both machines of the protocol on sockets and a clock.
+"""The thread that communicates with other engines: it runs `DecodePeer` and `PrefillPeer` on sockets and a clock.
 
-All calls from outside are put in its queue (`call`), and everything that the machines want done for the scheduler goes
-to `deliver`, from this thread. Pages are moved by threads of their own, so that beats go on meanwhile.
+Calls from other threads go into its queue (`call`). It passes events for the scheduler to `deliver`. Separate threads
+copy pages, so that heartbeats continue during a copy.
 """
 
 import contextlib
@@ -38,13 +38,17 @@ BACKENDS = ("auto", "tcp", "process_vm")
 
 @dataclass(slots=True)
 class PageRead:
-    """A read that runs. sock: of one over TCP, once it is connected. stopped: it is of no use any more."""
+    """A read in progress.
+
+    sock: the socket of a read over TCP, once it is connected.
+    stopped: whether its result is no longer needed.
+    """
 
     sock: socket.socket | None = None
     stopped: bool = False
 
     def stop(self) -> None:
-        """End it soon."""
+        """Make the read end soon."""
         self.stopped = True
         if self.sock is not None:
             with contextlib.suppress(OSError):
@@ -52,9 +56,11 @@ class PageRead:
 
 
 class KvTransferManager:
-    """One engine among others. `host` None: it does not listen. After `start`, `address` says where it does.
+    """Transfers KV between this engine and others (SGLang's KV managers, vLLM's KV connectors).
 
-    deliver: takes events to the scheduler. prefill: makes the event that submits what another engine wants.
+    host: address to listen on; None to not listen. `address` is where it listens.
+    deliver: passes events to the scheduler.
+    prefill: makes the event that submits a prompt for another engine.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class KvTransferManager:
         port: int = 0,
         backend: str = "auto",
     ) -> None:
-        """Raises ConfigError if it cannot listen there."""
+        """Raises ConfigError if it cannot listen on `host` and `port`."""
         self.identity = identity
         self.decode_peer = DecodePeer(timeouts, identity.hello.page_size)
         self.prefill_peer = PrefillPeer(
@@ -78,7 +84,7 @@ class KvTransferManager:
         self.address = ""
         self.moved_bytes = 0
         self.healthy_peers: tuple[Peer, ...] = ()
-        """The prefill engines that may be asked now; read from any thread."""
+        """The prefill engines that accept requests now; read from any thread."""
         self.offered: tuple[int, ...] = ()
         """See `DecodePeer.offered`; read from any thread."""
         self.on_lost: Callable[[str, str], None] = lambda name, why: None
@@ -113,22 +119,22 @@ class KvTransferManager:
         return listener
 
     def start(self) -> None:
-        """Begin to talk."""
+        """Start the thread."""
         self._thread.start()
 
     def call(self, command: Callable[[int], None]) -> None:
-        """Have the thread run `command(now)`; from any thread."""
+        """Run `command(now)` on the manager's thread. May be called from any thread."""
         self._commands.put(command)
         # A full pipe wakes as well as one byte more.
         with contextlib.suppress(OSError):
             self._wake_out.send(b"x")
 
     def dialled(self, sock: socket.socket, name: str) -> None:
-        """Take over a connected socket to the engine `name`; from any thread."""
+        """Take over a connected socket to the engine `name`. May be called from any thread."""
         self.call(lambda now: self._add(sock, name, now))
 
     def close(self) -> None:
-        """End all connections and reads, and wait for their ends: nobody writes to the pool any more."""
+        """End all connections and reads, and wait for them: nothing writes to the pool after this returns."""
         if self._thread.is_alive():
             self.call(lambda now: self._stop())
             self._thread.join()
@@ -166,7 +172,7 @@ class KvTransferManager:
         return max(0, min(wait_ns, MAX_WAIT_NS)) / NS_PER_S
 
     def _turn(self) -> None:
-        """Run what was called, let time pass, and do what the machines want."""
+        """Run queued calls, tick both peers, and perform their actions."""
         now = time.monotonic_ns()
         with contextlib.suppress(queue.Empty):
             while not self._stopping:
@@ -233,7 +239,7 @@ class KvTransferManager:
         self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Wait for what the connection wants to do next."""
+        """Register the socket events that the connection waits for."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_to_write else 0)
         self._selector.modify(connection.sock, events, connection.number)
 
@@ -295,7 +301,7 @@ class KvTransferManager:
     # ---- pages -----------------------------------------------------------------------------------------------------
 
     def _send_pages(self, connection: Connection) -> None:
-        """Send pages through a connection that asks for them, by another thread."""
+        """Send pages through a connection that requests them, on another thread."""
         pull, sock = connection.pull, connection.sock
         assert pull is not None
         del self._connections[connection.number]
@@ -317,7 +323,7 @@ class KvTransferManager:
         self._transfer_threads.submit(work)
 
     def _read(self, read: Read) -> None:
-        """Read pages by another thread, which says when it has ended, however it does."""
+        """Read pages on another thread, which always reports its end."""
         connection = self._connections.get(read.peer)
         page_read = self._reads[read.key] = PageRead()
         if connection is None:
@@ -344,7 +350,7 @@ class KvTransferManager:
         self.decode_peer.read_ended(key, why, time.monotonic_ns())
 
     def _move(self, read: Read, connection: Connection, page_read: PageRead) -> None:
-        """Bring the pages of a read here. Raises OSError or TransferError."""
+        """Copy the pages of a read into this engine's pool. Raises OSError or TransferError."""
         ours, pages = self.identity.pages, read.load.pages
         hello, proof = connection.handshake.hello, connection.handshake.proof
         assert hello is not None

@@ -1,1 +1,1 @@
-"""Where KV lies in memory, its checksum, and what makes the KV of one engine good for another."""
+"""The layout of KV in memory, its checksum, and the digest of the model that computed it."""

@@ -1,4 +1,4 @@
-"""A checksum over KV as it lies in memory."""
+"""A checksum over KV in memory."""
 
 import zlib
 
@@ -9,17 +9,16 @@ from tokenyard.base import Int64Array
 from tokenyard.kv_layout.layout import memory
 
 MAX_GATHERED_WORDS = 128
-"""Single pieces up to this size are copied together and added up in one call."""
+"""Pieces of up to this many words are gathered and summed in one call."""
 
 UInt64Array = npt.NDArray[np.uint64]
 
 
 class Checksum:
-    """A 64-bit sum over pieces of `piece_bytes`: each piece's words are added up, and these sums, each times an odd
-    number of its own, too (after Fletcher 1982). How the pieces lie in memory does not matter, only their order.
+    """A 64-bit checksum over pieces of `piece_bytes` (after Fletcher 1982).
 
-    It sees any one flipped bit, and pieces that changed places; it is no defence against a forger. With numpy it takes
-    a tenth of the time of a CRC-32.
+    It sums the words of each piece, and then these sums, each times its own odd number. The order of the pieces
+    matters, their addresses do not. It detects any single flipped bit; it does not detect deliberate changes.
     """
 
     def __init__(self, piece_bytes: int) -> None:
@@ -28,7 +27,7 @@ class Checksum:
         self._pieces = 0
 
     def add(self, segments: Int64Array) -> None:
-        """Take in stretches of this process's memory, each of whole pieces."""
+        """Add segments of this process's memory (int64[n, 2]), each of whole pieces."""
         sums = self._sums(segments) if len(segments) else np.empty(0, np.uint64)
         weights = 2 * np.arange(self._pieces, self._pieces + len(sums), dtype=np.uint64) + np.uint64(1)
         self._pieces += len(sums)

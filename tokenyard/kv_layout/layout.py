@@ -1,4 +1,4 @@
-"""Where the KV of pages lies in memory, and how the pages of two engines are lined up for a copy."""
+"""The addresses of the KV of pages, and the segments of memory that a copy between two engines covers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +10,15 @@ import numpy.typing as npt
 from tokenyard.base import ConfigError, Int32Array, Int64Array, KvPieces
 
 IOV_MAX = 1024
-"""Most pieces in one call of Linux's vectored reads and writes."""
+"""Most segments in one vectored read or write on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
-    """The addresses of all pages: piece k of page p lies at `origins[k] + p * strides[k]` and has `nbytes` bytes.
+    """The addresses of all pages: piece k of page p is at `origins[k] + p * strides[k]`.
 
-    origins, strides: int64[pieces of a page].
+    origins, strides: int64[pieces per page], bytes.
+    nbytes: bytes per piece.
     """
 
     origins: Int64Array
@@ -31,8 +32,8 @@ class PageMap:
 
 
 def map_pages(pieces: Callable[[Int32Array], KvPieces]) -> PageMap:
-    """The addresses of an executor's pages. Raises ConfigError where they are not in this process's memory or not
-    evenly spaced.
+    """The addresses of an executor's pages. Raises ConfigError if they are not in this process's memory or not evenly
+    spaced.
     """
     found = pieces(np.arange(3, dtype=np.int32))
     if found.device != "cpu":
@@ -44,11 +45,11 @@ def map_pages(pieces: Callable[[Int32Array], KvPieces]) -> PageMap:
 
 
 def spans(pages_of: PageMap, pages: Int32Array, starts: Int32Array | None = None) -> Int64Array:
-    """int64[n, 2], the address and the length of each stretch of memory that `pages` (int32[m]) lie in: all pages of
-    the first piece in order, then those of the second, and so on.
+    """The segments of memory of `pages` (int32[m]) as int64[n, 2] (address, length): all pages of the first piece in
+    order, then those of the second, and so on.
 
-    Neighbouring pages are one stretch where their memory is; `starts` (see `runs`) bounds the stretches, for two sides
-    that must have the same ones.
+    Pages that are contiguous in memory form one segment. `starts` (see `runs`) limits the segments, for two sides that
+    need the same ones.
     """
     if not len(pages) or not len(pages_of.origins):
         return np.empty((0, 2), np.int64)
@@ -64,7 +65,7 @@ def spans(pages_of: PageMap, pages: Int32Array, starts: Int32Array | None = None
 
 
 def runs(*pages: Int32Array) -> Int32Array:
-    """int32[n], where runs begin in which every one of `pages` (int32[m] each) counts up by one."""
+    """The starts (int32[n]) of runs in which each of `pages` (int32[m] each) increases by one."""
     breaks = np.zeros(len(pages[0]), bool)
     breaks[0] = True
     for column in pages:
@@ -73,12 +74,12 @@ def runs(*pages: Int32Array) -> Int32Array:
 
 
 def total_bytes(segments: Int64Array) -> int:
-    """Bytes in all stretches together."""
+    """Total bytes of all segments."""
     return int(segments[:, 1].sum())
 
 
 def skip_bytes(segments: Int64Array, done: int) -> Int64Array:
-    """What is left of stretches (int64[n, 2]) after their first `done` bytes."""
+    """The rest of segments (int64[n, 2]) after their first `done` bytes."""
     ends = np.cumsum(segments[:, 1])
     first = int(np.searchsorted(ends, done, side="right"))
     left = segments[first:].copy()
@@ -89,7 +90,7 @@ def skip_bytes(segments: Int64Array, done: int) -> Int64Array:
 
 
 class _MemoryView:
-    """A place in memory, as numpy takes it."""
+    """A range of memory with numpy's array interface."""
 
     def __init__(self, address: int, shape: tuple[int, ...], kind: str, strides: tuple[int, ...] | None) -> None:
         writable = strides is not None
@@ -103,7 +104,7 @@ class _MemoryView:
 
 
 def memory(address: int, length: int, kind: str) -> npt.NDArray[Any]:
-    """This process's memory as an array of `length` numbers of a kind, to read."""
+    """A read-only view of this process's memory: `length` numbers of numpy type `kind`."""
     return np.asarray(_MemoryView(address, (length,), kind, None))
 
 
@@ -111,8 +112,8 @@ class PoolView:
     """All pages of a KV pool in this process's memory, to gather blocks from and to scatter them into.
 
     A block is the KV of consecutive tokens, piece after piece (layer and keys or values), each with all its tokens in
-    order; so its bytes do not depend on the page size. A pool may lie in several places, as those of ranks do. Raises
-    ConfigError where pages do not follow each other.
+    order. Its bytes do not depend on the page size. A pool may consist of several memory regions. Raises ConfigError
+    if pages are not contiguous.
     """
 
     def __init__(self, pages: PageMap, num_pages: int) -> None:
@@ -122,7 +123,7 @@ class PoolView:
         self._pieces = len(pages.origins)
         self._kind = f"|V{pages.nbytes}"
         self._pools: list[tuple[slice, npt.NDArray[Any]]] = []
-        """Stretches of evenly spaced pieces: which they are, and [pieces, pages]."""
+        """Groups of evenly spaced pieces: the slice of their indices, and an array [pieces, pages]."""
         for some in _evenly_spaced(pages.origins):
             origins = pages.origins[some]
             step = int(origins[1] - origins[0]) if len(origins) > 1 else pages.nbytes
@@ -135,7 +136,7 @@ class PoolView:
             return
         target = self._shaped(block, len(pages))
         for some, pool in self._pools:
-            # Mode clip writes straight to `out`; no page is out of bounds.
+            # Mode clip writes directly to `out`; no page is out of bounds.
             np.take(pool, pages, axis=1, out=target[some], mode="clip")
 
     def scatter(self, block: npt.NDArray[np.uint8], pages_in_block: int, first: int, pages: Int32Array) -> None:
@@ -158,7 +159,7 @@ class PoolView:
 
 
 def _evenly_spaced(origins: Int64Array) -> list[slice]:
-    """Cut int64[pieces] into stretches within which each is as far from the one before."""
+    """Split int64[pieces] into slices of evenly spaced origins."""
     steps, cuts = np.diff(origins), [0]
     for place in range(2, len(origins)):
         if steps[place - 1] != steps[place - 2] and cuts[-1] < place - 1:

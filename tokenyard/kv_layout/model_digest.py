@@ -1,4 +1,4 @@
-"""What makes KV of one engine good for another: the weights that computed it."""
+"""Digests of weights. Engines with equal digests can share KV."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -14,8 +14,8 @@ MAX_ADAPTER_BYTES = 8 << 30
 def model_digest(folder: str, *facts: str) -> str:
     """A digest of a checkpoint's weights and config, and of further `facts` such as the seed of random weights.
 
-    Of each file of weights it takes name, size, the head (which lists the tensors) and samples at four places, so that
-    checkpoints of many gigabytes take milliseconds.
+    It covers the name, size and head (which lists the tensors) of each weight file, and samples at four offsets, so
+    that it reads little of a large checkpoint.
     """
     digest = blake2b("\0".join(facts).encode(), digest_size=DIGEST_BYTES)
     path = Path(folder)
@@ -33,7 +33,7 @@ def model_digest(folder: str, *facts: str) -> str:
 
 
 def adapter_digest(folder: str) -> str:
-    """A digest of an adapter's config and of all its weights. Raises ConfigError if one of the two is not there."""
+    """A digest of an adapter's config and of all its weights. Raises ConfigError if either is missing."""
     digest = blake2b(digest_size=ADAPTER_DIGEST_BYTES)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         path = Path(folder) / name

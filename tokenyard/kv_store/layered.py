@@ -1,4 +1,4 @@
-"""Two stores as one: a fast one in host memory above one that holds more, or that others share."""
+"""Combines two stores: a fast one in host memory, and a larger or shared one behind it."""
 
 import threading
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from tokenyard.kv_store.store import Block, BlockStore, MemoryStore, StoreCounte
 
 
 class LayeredStore:
-    """Blocks in `upper`, and all that was ever put in `lower`, as far as there is room. See `store.BlockStore`.
+    """Writes each block to `upper` and `lower`; a block that is only in `lower` is copied to `upper` when read.
 
-    What is found in `lower` only is copied to `upper`, so that the next reader finds it there.
+    See `store.BlockStore`.
     """
 
     def __init__(self, upper: MemoryStore, lower: BlockStore, block_bytes: int) -> None:
@@ -20,7 +20,7 @@ class LayeredStore:
 
     @property
     def counters(self) -> StoreCounters:
-        """Those of the lower store."""
+        """The counters of the lower store."""
         return self._lower.counters
 
     @property
@@ -30,24 +30,24 @@ class LayeredStore:
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes they take in the lower store."""
+        """Bytes that blocks take in the lower store."""
         return self._lower.stored_bytes
 
     def count_stored(self, digests: list[bytes]) -> int:
-        """How many of `digests`, from the first on, are there without a gap."""
+        """Length of the longest prefix of `digests` that is stored."""
         return self._count(digests, self._lower.count_stored)
 
     def count_maybe_stored(self, digests: list[bytes]) -> int:
-        """How many of `digests`, from the first on, may be there, without asking outside of this process."""
+        """Length of the longest prefix of `digests` that may be stored, as far as this process knows."""
         return self._count(digests, self._lower.count_maybe_stored)
 
     def touch(self, digests: list[bytes]) -> None:
-        """The blocks of a prompt, in order, were used: the first one stays longest."""
+        """Mark the blocks of a prompt (in order) as used; the first is evicted last."""
         self._upper.touch(digests)
         self._lower.touch(digests)
 
     def put(self, digest: bytes, block: Block) -> bool:
-        """Keep a block in both; False if the lower one had it. Raises what the lower one raises."""
+        """Store a block in both; False if the lower one had it. Raises what the lower one raises."""
         self._upper.put(digest, block)
         return self._lower.put(digest, block)
 
@@ -61,7 +61,7 @@ class LayeredStore:
         return found
 
     def prefetch(self, digest: bytes) -> bool:
-        """Bring a block to the upper store, and wait for it; False if it is in neither."""
+        """Copy a block to the upper store and wait for it; False if it is in neither."""
         if self._upper.prefetch(digest):
             return True
         if not hasattr(self._buffers, "block"):
@@ -69,12 +69,12 @@ class LayeredStore:
         return self.get(digest, self._buffers.block)
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks."""
         self._upper.clear()
         self._lower.clear()
 
     def close(self) -> None:
-        """Give back what is open."""
+        """Close both stores."""
         self._upper.close()
         self._lower.close()
 

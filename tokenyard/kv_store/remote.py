@@ -1,8 +1,8 @@
-"""A store of KV blocks that several engines share: Valkey or Redis, behind a breaker.
+"""A store of KV blocks that several engines share: Valkey or Redis, behind a circuit breaker.
 
-A value is the checksum of a block and its bytes, under a key of what made the KV (`BlockFormat`) and the block's
-digest. The server evicts (`maxmemory-policy allkeys-lru`). No request waits for an unavailable store:
-after a few failures it is not used for a while, and its KV is computed.
+A value is the checksum of a block and its bytes. Its key is made of `BlockFormat` and the block's digest. The server
+evicts (`maxmemory-policy allkeys-lru`). After a few failures the store is not used for a while, and KV is computed
+instead.
 """
 
 import struct
@@ -31,13 +31,13 @@ TIMEOUT_S = 1.0
 MAX_FAILURES = 3
 PAUSE_S = 30.0
 MAX_KNOWN = 1 << 20
-"""Blocks that are remembered to be there."""
+"""Most blocks that this process remembers as stored."""
 PIPELINE_BLOCKS = 256
 """Keys in one command."""
 
 
 class StoreCircuitBreaker:
-    """Opens after a few failures in a row, and lets one try through when the pause is over."""
+    """A circuit breaker: opens after consecutive failures, and allows one attempt when the pause is over."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,15 +46,15 @@ class StoreCircuitBreaker:
 
     @property
     def closed(self) -> bool:
-        """Whether the other side is asked."""
+        """Whether the store may be used."""
         return self._clock() >= self._until
 
     def succeeded(self) -> None:
-        """It has answered."""
+        """Record a success."""
         self._failures = 0
 
     def failed(self) -> None:
-        """It has not. The pause begins after the third time in a row, and again at every failure after that."""
+        """Record a failure. The pause begins at the third consecutive failure, and again at each further one."""
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             self._until = self._clock() + PAUSE_S
@@ -63,12 +63,12 @@ class StoreCircuitBreaker:
 class RemoteStore:
     """Blocks in Valkey or Redis. See `store.BlockStore`.
 
-    `count_stored`, `blocks` and `touch` go by what this process knows to be there, without a request. `clear` deletes
-    those.
+    `count_stored`, `blocks` and `touch` use the blocks that this process knows to be stored, without a request. `clear`
+    deletes those.
     """
 
     def __init__(self, url: str, form: BlockFormat, breaker: StoreCircuitBreaker | None = None) -> None:
-        """Connects when it is first used. Raises ConfigError for what is no address."""
+        """Connects at first use. Raises ConfigError for a malformed address."""
         self.counters = StoreCounters()
         self._address = StoreAddress(url, "--hicache-storage-url")
         self._prefix = f"tokenyard:kv{VERSION}:".encode() + blake2b(msgspec.json.encode(form), digest_size=8).digest()
@@ -80,37 +80,37 @@ class RemoteStore:
 
     @property
     def blocks(self) -> int:
-        """How many blocks are known to be there."""
+        """How many blocks are known to be stored."""
         return len(self._known)
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes they take."""
+        """How many bytes the known blocks take."""
         return len(self._known) * (self._bytes + CHECK.size)
 
     @property
     def unavailable(self) -> bool:
-        """Whether the store is left alone for now."""
+        """Whether the circuit breaker keeps the store from being used."""
         return not self._breaker.closed
 
     def count_stored(self, digests: list[bytes]) -> int:
-        """How many of `digests`, from the first on, are known to be there without a gap."""
+        """Length of the longest prefix of `digests` that is known to be stored."""
         if self.unavailable:
             return 0
         with self._lock:
             return next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests))
 
     def count_maybe_stored(self, digests: list[bytes]) -> int:
-        """All of them, as other engines may have put them there; none while it is unavailable."""
+        """All of `digests`, as other engines may have stored them; 0 while the store is unavailable."""
         return 0 if self.unavailable else len(digests)
 
     def touch(self, digests: list[bytes]) -> None:
-        """The blocks were used. The server goes by its own reads."""
+        """Mark the blocks as used in this process. The server's eviction uses its own reads."""
         with self._lock:
             touch_all(self._known, digests)
 
     def put(self, digest: bytes, block: Block) -> bool:
-        """Write a block (`padded` bytes); False if it was known to be there. Raises RespError, or StoreFullError if
+        """Write a block (`padded` bytes); False if it was known to be stored. Raises RespError, or StoreFullError if
         the server is full.
         """
         with self._lock:
@@ -126,8 +126,8 @@ class RemoteStore:
         return True
 
     def get(self, digest: bytes, block: Block) -> bool:
-        """Read a block into `block` (`padded` bytes); False, and `block` undefined, if it is not there, damaged, or the
-        store is away. Raises RespError if it goes away meanwhile.
+        """Read a block into `block` (`padded` bytes); False, and `block` undefined, if it is missing or damaged, or the
+        store is unavailable. Raises RespError if the store fails during the read.
         """
         if self.unavailable:
             return False
@@ -146,7 +146,7 @@ class RemoteStore:
         return False
 
     def prefetch(self, digest: bytes) -> bool:
-        """Whether a block is there. Raises RespError."""
+        """Whether a block is stored. Raises RespError."""
         if self.unavailable:
             return False
         found = self._command(b"EXISTS", self._prefix + digest) == 1
@@ -156,7 +156,7 @@ class RemoteStore:
         return found
 
     def clear(self) -> None:
-        """Delete the blocks that are known to be there; those of other engines stay. Raises RespError."""
+        """Delete the blocks that this process knows to be stored. Raises RespError."""
         with self._lock:
             known = list(self._known)
             self._known.clear()
@@ -164,14 +164,14 @@ class RemoteStore:
             self._command(b"DEL", *(self._prefix + digest for digest in known[start : start + PIPELINE_BLOCKS]))
 
     def close(self) -> None:
-        """Hang up. The blocks stay."""
+        """Close the connections. The blocks stay."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
     def _command(self, *words: bytes) -> Answer:
-        """Ask over a connection that is free, or a new one. Raises RespError, at once while the store is away."""
+        """Run a command on a free or a new connection. Raises RespError, immediately while the store is unavailable."""
         if self.unavailable:
             raise RespError(f"the store at {self._address.shown} is away")
         with self._lock:

@@ -1,4 +1,4 @@
-"""A small client of Valkey and Redis: one connection, one command at a time, with a timeout (RESP 2)."""
+"""A small client for Valkey and Redis: one connection, one command at a time, with a timeout (RESP 2)."""
 
 import socket
 from typing import BinaryIO
@@ -7,18 +7,18 @@ from urllib.parse import unquote, urlsplit
 from tokenyard.base import ConfigError
 
 MAX_REPLY_BYTES = 512 << 20
-"""The longest value that Redis has."""
+"""The longest value that Redis supports."""
 
 Answer = bytes | int | None
-"""A string or a line, a number, or nothing."""
+"""A string or a line, a number, or null."""
 
 
 class RespError(OSError):
-    """The store is away, answers too late, or answers with an error."""
+    """The store is unreachable, times out, or returns an error."""
 
 
 class StoreAddress:
-    """Where a store is and how to get in. `shown` is its address without the password."""
+    """Address and credentials of a store. `shown` is the address without the password."""
 
     def __init__(self, url: str, flag: str) -> None:
         """`url`: redis://[[user]:password@]host[:port][/database]. Raises ConfigError, which names `flag`."""
@@ -35,7 +35,7 @@ class StoreAddress:
 
 
 class RespConnection:
-    """A connection to a store. Any failure raises RespError; the connection is of no use after it."""
+    """A connection to a store. Any failure raises RespError, after which the connection is unusable."""
 
     def __init__(self, address: StoreAddress, timeout_s: float) -> None:
         try:
@@ -70,7 +70,7 @@ class RespConnection:
             raise RespError(f"the store does not answer: {error}") from error
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._replies.close()
         self._socket.close()
 

@@ -1,11 +1,10 @@
-"""A store of KV blocks on disk: slab files of slots that describe themselves.
+"""A store of KV blocks on disk: slab files with self-describing slots.
 
-A slab file begins with a header that says which model's KV it holds. Each of its slots is a header of 64 bytes (digest,
-sequence, checksum) and the block's bytes, written in that order reversed: a slot whose writing was cut short has no
-header, or its checksum fails. The headers are the only truth; the index is made of them at start. Nothing is synced: a
-kill loses nothing that was written, and what a power failure spoils fails its checksum. The idea of self-describing
-slots follows log-structured stores (Rosenblum and Ousterhout, "The design and implementation of a log-structured file
-system", 1992).
+A slab file begins with a header that names the model whose KV it holds. Each slot is a header of 64 bytes (digest,
+sequence, checksum) and the block's bytes. The bytes are written before the header: a slot whose write was cut short has
+no header, or its checksum fails. The index is rebuilt from the headers at start. Nothing is synced: a killed process
+loses no completed write, and a block that a power failure damages fails its checksum. Self-describing slots follow
+log-structured stores (Rosenblum and Ousterhout, "The design and implementation of a log-structured file system", 1992).
 """
 
 import contextlib
@@ -28,10 +27,10 @@ from tokenyard.kv_store.store import Block, BlockFormat, StoreCounters, StoreFul
 MAGIC, SLOT_MAGIC = b"TYKVSLAB", b"SLOT"
 VERSION = 1
 FILE_HEAD = struct.Struct("<8sII8s")
-"""Magic, version, length of the JSON behind it, digest of that JSON."""
+"""Magic, version, length of the JSON that follows, digest of that JSON."""
 FILE_HEAD_BYTES = 4096
 SLOT_HEAD = struct.Struct("<4sI16sQQ")
-"""Magic, nothing, digest of the block, sequence (later ones are younger), checksum of its bytes."""
+"""Magic, padding, digest of the block, sequence (larger is younger), checksum of its bytes."""
 SLOT_HEAD_BYTES = 64
 CHECK_BYTES = 8
 FILE_BYTES = 1 << 30
@@ -41,13 +40,13 @@ LOCK_WAIT_S = 3.0
 class SlabStore:
     """Blocks in slab files of one folder, which one process uses at a time. See `store.BlockStore`.
 
-    Each block takes `slot_bytes` of at most `max_bytes`; the disk is left `min_free_bytes`. At the limit, and on a
-    full disk, the least recently used blocks are evicted.
+    Each block takes `slot_bytes` of at most `max_bytes`, and `min_free_bytes` of the disk stay free. At the limit, and
+    on a full disk, the least recently used blocks are evicted.
     """
 
     def __init__(self, folder: str, form: BlockFormat, max_bytes: int, min_free_bytes: int = 0) -> None:
-        """Makes the folder if need be. Raises ConfigError, in one line, for a folder that cannot be used, that another
-        process uses, or whose slabs hold the KV of another model or are of a newer version.
+        """Creates the folder if it does not exist. Raises ConfigError (one line) for a folder that cannot be used, that
+        another process uses, or whose slabs hold the KV of another model or have a newer version.
         """
         self.counters = StoreCounters()
         self.slot_bytes = SLOT_HEAD_BYTES + padded(form.block_bytes)
@@ -76,37 +75,37 @@ class SlabStore:
                 raise ConfigError(f"--hicache-storage-dir {folder} cannot be used: {error.strerror}") from error
             self._opened = opened.pop_all()
 
-    # ---- look-ups --------------------------------------------------------------------------------------------------
+    # ---- lookups ---------------------------------------------------------------------------------------------------
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are."""
+        """How many blocks are stored."""
         return len(self._index)
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes they take."""
+        """How many bytes the blocks take."""
         return len(self._index) * self.slot_bytes
 
     def count_stored(self, digests: list[bytes]) -> int:
-        """How many of `digests`, from the first on, are there without a gap."""
+        """Length of the longest prefix of `digests` that is stored."""
         with self._lock:
             return next((i for i, digest in enumerate(digests) if digest not in self._index), len(digests))
 
     def count_maybe_stored(self, digests: list[bytes]) -> int:
-        """The same."""
+        """The same as `count_stored`."""
         return self.count_stored(digests)
 
     def touch(self, digests: list[bytes]) -> None:
-        """The blocks of a prompt, in order, were used: the first one stays longest."""
+        """Mark the blocks of a prompt (in order) as used; the first is evicted last."""
         with self._lock:
             touch_all(self._index, digests)
 
     # ---- blocks ----------------------------------------------------------------------------------------------------
 
     def put(self, digest: bytes, block: Block) -> bool:
-        """Write a block (`padded` bytes); False if it was there already. Raises OSError, or StoreFullError where the
-        disk is full and no older block can be evicted; either keeps nothing.
+        """Write a block (`padded` bytes); False if it was stored already. Raises OSError, or StoreFullError if the disk
+        is full and no older block can be evicted; nothing is stored then.
         """
         with self._writing:
             if digest in self._index:
@@ -121,14 +120,14 @@ class SlabStore:
                         self._free.append(slot)
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not fresh:
                         raise
-                    # What lies behind the end takes no room; from now on older blocks are evicted.
+                    # The file stops growing here; from now on older blocks are evicted.
                     self._drop_end(slot)
             with self._lock:
                 self._index[digest] = slot
             return True
 
     def get(self, digest: bytes, block: Block) -> bool:
-        """Read a block into `block` (`padded` bytes); False, and `block` undefined, if it is not there or damaged.
+        """Read a block into `block` (`padded` bytes); False, and `block` undefined, if it is missing or damaged.
         Raises OSError.
         """
         with self._lock:
@@ -147,7 +146,7 @@ class SlabStore:
         ):
             return True
         with self._lock:
-            # A block that was evicted meanwhile is not damaged.
+            # A block that was evicted during the read is not damaged.
             if self._index.get(digest) == slot:
                 del self._index[digest]
                 self._free.append(slot)
@@ -155,7 +154,7 @@ class SlabStore:
         return False
 
     def prefetch(self, digest: bytes) -> bool:
-        """Have the system read a block into its page cache, and wait for it; False if it is not there."""
+        """Read a block into the kernel's page cache and wait for it; False if it is missing."""
         with self._lock:
             slot = self._index.get(digest)
         if slot is None:
@@ -165,7 +164,7 @@ class SlabStore:
         return True
 
     def clear(self) -> None:
-        """Forget all blocks and give their room back."""
+        """Remove all blocks and free their space."""
         with self._writing, self._lock:
             self._index.clear()
             self._free.clear()
@@ -180,7 +179,7 @@ class SlabStore:
     # ---- slots -----------------------------------------------------------------------------------------------------
 
     def _take_slot(self) -> tuple[int, bool]:
-        """A slot to write to, and whether the file grows by it. Raises StoreFullError, or OSError for a new file."""
+        """Return a slot to write to, and whether the file grows. Raises StoreFullError, or OSError for a new file."""
         with self._lock:
             if self._free:
                 return self._free.pop(), False
@@ -201,7 +200,7 @@ class SlabStore:
         return room.f_bavail * room.f_frsize - self.slot_bytes >= self._min_free_bytes
 
     def _drop_end(self, slot: int) -> None:
-        """The disk took no slot at the end: give back what it took of it, and grow no more."""
+        """Handle a full disk: truncate the file before this slot, and stop growing."""
         with self._lock:
             self._free.remove(slot)
             self._end = slot
@@ -242,10 +241,10 @@ class SlabStore:
         return fd
 
     def _open_files(self) -> None:
-        """Find the blocks in the slabs that are there; those beyond the limit are dropped."""
+        """Find the blocks in existing slabs; drop those beyond the limit."""
         found: list[tuple[int, bytes, int]] = []
         numbers = sorted(int(path.stem[5:]) for path in self._folder.glob("slab-[0-9]*.kv") if path.stem[5:].isdigit())
-        # All of them are looked at before any is changed.
+        # Check all slabs before changing any.
         for number in numbers:
             self._files[number] = os.open(self._path(number), os.O_RDWR)
             if not self._is_ours(number):
@@ -264,9 +263,9 @@ class SlabStore:
         self.counters.found = len(self._index)
 
     def _is_ours(self, number: int) -> bool:
-        """Look at the header of a slab; False, and the slab is started again, if there is none.
+        """Check the header of a slab; False, and the slab is created again, if it has none.
 
-        Raises ConfigError for a slab of another model or a newer version, and for what is no slab.
+        Raises ConfigError for a slab of another model or a newer version, and for a file that is not a slab.
         """
         path, fd = self._path(number), self._files[number]
         head = os.pread(fd, FILE_HEAD_BYTES, 0)
@@ -294,7 +293,7 @@ class SlabStore:
         return True
 
     def _scan(self, number: int, found: list[tuple[int, bytes, int]]) -> None:
-        """Add (sequence, digest, slot) of each whole slot of a slab to `found`."""
+        """Append (sequence, digest, slot) of each complete slot of a slab to `found`."""
         fd, first = self._files[number], number * self._per_file
         size = os.fstat(fd).st_size
         allowed = FILE_HEAD_BYTES + max(0, min(self._per_file, self._max_blocks - first)) * self.slot_bytes
@@ -318,7 +317,7 @@ class SlabStore:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder for this process, waiting a little for one that ends. Raises ConfigError if it is in use."""
+    """Lock a folder for this process; wait briefly for another to end. Raises ConfigError if it stays in use."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     until = time.monotonic() + LOCK_WAIT_S
     while True:

@@ -1,4 +1,4 @@
-"""What a store of KV blocks can do, and the simplest one, in memory."""
+"""The interface of KV block stores, and a store in host memory."""
 
 import threading
 from collections import OrderedDict
@@ -14,11 +14,11 @@ from tokenyard.base.blocks import touch_all
 from tokenyard.kv_layout.checksum import Checksum
 
 Block = npt.NDArray[np.uint8]
-"""The KV of a block, uint8[block_bytes], laid out as `layout.PoolView` says, and zeros up to `padded` bytes."""
+"""The KV of a block, uint8[padded(block_bytes)], in the layout of `kv_layout.layout.PoolView`, then zeros."""
 
 
 PADDED = 512
-"""Buffers for blocks are multiples of so many bytes."""
+"""The size of a block's buffer is a multiple of this many bytes."""
 
 
 def padded(block_bytes: int) -> int:
@@ -27,26 +27,31 @@ def padded(block_bytes: int) -> int:
 
 
 def block_buffer(block_bytes: int) -> Block:
-    """A buffer for a block, filled up with zeros."""
+    """A buffer for a block; bytes past the block are zero."""
     return np.zeros(padded(block_bytes), np.uint8)
 
 
 def block_checksum(block: Block) -> int:
-    """The checksum of a block's buffer, zeros behind the block included."""
+    """The checksum of a block's buffer, including the zeros past the block."""
     check = Checksum(PADDED)
     check.add(np.array([[block.ctypes.data, block.nbytes]], np.int64))
     return check.value
 
 
 class StoreFullError(TokenyardError):
-    """The store takes no more now: the disk is full, or may not get fuller."""
+    """The store accepts no more blocks now: the disk is full, or at its limit."""
 
     code = "store_full"
 
 
 class BlockFormat(msgspec.Struct, frozen=True):
-    """What makes blocks of one engine good for another: the model's digest (weights and config), the dtype of its KV,
-    tokens and bytes of a block, and of how many pieces (layers, keys and values) it consists.
+    """The format of blocks. Engines with equal formats can share blocks.
+
+    model: digest of weights and config.
+    dtype: of the KV.
+    block_tokens: tokens per block.
+    pieces: pieces per block (layers, keys and values).
+    block_bytes: bytes per block.
     """
 
     model: str
@@ -58,10 +63,11 @@ class BlockFormat(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What a store did since it was opened, and what it found then.
+    """Counters of a store since it was opened.
 
-    found: blocks that were there. damaged: blocks whose bytes were not what had been written; they are gone. evicted:
-    blocks that were evicted.
+    found: blocks that it had when it was opened.
+    damaged: blocks that failed their checksum and were removed.
+    evicted: blocks that were evicted.
     """
 
     found: int = 0
@@ -69,19 +75,19 @@ class StoreCounters:
     evicted: int = 0
 
     def public(self) -> dict[str, Any]:
-        """All of them by name."""
+        """All counters by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 class BlockStore(Protocol):
-    """Keeps blocks by their digest (`base.blocks`). Methods may be called from any thread.
+    """Stores blocks by digest (`base.blocks`). Methods may be called from any thread. SGLang's `HiCacheStorage`.
 
-    The least recently used blocks are evicted for new ones. `put` and `get` may take long, and raise OSError.
+    New blocks evict the least recently used ones. `put` and `get` may block for long, and raise OSError.
     """
 
     @property
     def counters(self) -> StoreCounters:
-        """What it did since it was opened."""
+        """Counters since the store was opened."""
 
     @property
     def blocks(self) -> int:
@@ -95,31 +101,31 @@ class BlockStore(Protocol):
         """How many of `digests`, from the first on, are there without a gap."""
 
     def count_maybe_stored(self, digests: list[bytes]) -> int:
-        """How many of `digests`, from the first on, may be there, without asking outside of this process. More than
-        `count_stored` only for a store that others fill as well.
+        """Length of the longest prefix of `digests` that may be stored, as far as this process knows. Larger than
+        `count_stored` only for a store that other engines write to.
         """
 
     def touch(self, digests: list[bytes]) -> None:
         """The blocks of a prompt, in order, were used: the first one stays longest."""
 
     def put(self, digest: bytes, block: Block) -> bool:
-        """Keep a block; False if it was there already. Raises OSError or StoreFullError, and then keeps nothing."""
+        """Store a block; False if it was stored already. Raises OSError or StoreFullError, and then stores nothing."""
 
     def get(self, digest: bytes, block: Block) -> bool:
-        """Fill `block` with the bytes of a block; False, and `block` undefined, if it is not there or damaged."""
+        """Fill `block` with the bytes of a block; False, and `block` undefined, if it is missing or damaged."""
 
     def prefetch(self, digest: bytes) -> bool:
-        """Make the next `get` of a block fast, waiting until it is; False if the block is not there."""
+        """Bring a block where the next `get` is fast, and wait for it; False if the block is missing."""
 
     def clear(self) -> None:
         """Forget all blocks."""
 
     def close(self) -> None:
-        """Give back what is open. Blocks on a disk stay."""
+        """Close the store. Blocks on disk stay."""
 
 
 class MemoryStore:
-    """A store of at most `max_blocks` in this process's memory: the host memory store of a GPU."""
+    """A store of at most `max_blocks` in host memory (SGLang's `HostKVCache`)."""
 
     def __init__(self, max_blocks: int) -> None:
         self.counters = StoreCounters()
@@ -153,7 +159,7 @@ class MemoryStore:
             touch_all(self._blocks, digests)
 
     def put(self, digest: bytes, block: Block) -> bool:
-        """Keep a copy of a block; False if it was there already. Raises StoreFullError if there is no place at all."""
+        """Store a copy of a block; False if it was stored already. Raises StoreFullError if `max_blocks` is 0."""
         with self._lock:
             if digest in self._blocks:
                 return False
@@ -166,7 +172,7 @@ class MemoryStore:
             return True
 
     def get(self, digest: bytes, block: Block) -> bool:
-        """Fill `block` with the bytes of a block; False if it is not there."""
+        """Fill `block` with the bytes of a block; False if it is missing."""
         with self._lock:
             found = self._blocks.get(digest)
         if found is None:
@@ -175,7 +181,7 @@ class MemoryStore:
         return True
 
     def prefetch(self, digest: bytes) -> bool:
-        """Whether a block is there."""
+        """Whether a block is stored."""
         return digest in self._blocks
 
     def clear(self) -> None:

@@ -1,12 +1,13 @@
 """The protocol between a prefill and a decode engine, without sockets, threads or clocks.
 
-The decode engine orchestrates. It asks a prefill engine for the KV of a prompt (`Want`), is told where the KV lies and
-what the first token of the answer is (`Offer`), reads the KV into its own pages, and then asks whether it was valid all
-the time (`Done`). Only then the pages count. The prefill engine keeps its pages under a lease, which `Beat` renews. A
-lost message, a timeout, a dead, stopped or restarted engine: the decode engine computes the prompt itself.
+The decode engine orchestrates. It requests the KV of a prompt from a prefill engine (`Want`), receives the location of
+the KV and the first token of the answer (`Offer`), reads the KV into its own pages, and then asks whether the KV was
+valid throughout the read (`Done`). Only then does it use the pages. The prefill engine keeps its pages under a lease,
+which `Beat` renews. After a lost message, a timeout, or the end or restart of the prefill engine, the decode engine
+computes the prompt itself.
 
-Only the owner of a page ever writes it, so a late write cannot damage a page that belongs to another request. A read
-that came too late is not undone but thrown away (a sequence lock; Lameter 2005).
+Only the owner of a page writes it, so a late write cannot damage a page that belongs to another request. A read that
+ends too late is discarded (a sequence lock; Lameter 2005).
 """
 
 from tokenyard.disagg.protocol.decode_peer import DecodePeer, Peer

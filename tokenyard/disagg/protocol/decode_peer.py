@@ -1,4 +1,4 @@
-"""The decode engine's side: asks for KV, has it read, and lets it count only if it was valid until the end."""
+"""The decode engine's side: requests KV, has it read, and uses it only if it was valid until the read ended."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -30,11 +30,14 @@ MAX_BACK_OFF_NS = 30_000_000_000
 class Peer:
     """A prefill engine.
 
-    number: of its connection, None while there is none.
-    failures: requests in a row that failed by its fault; it gets none before `backoff_until_ns`.
-    load_s: seconds of prompts that wait there, by its last `Beat`.
-    slowdown: see `Beat`.
+    name: its address.
+    number: the number of its connection; None without one.
+    open_keys: prompts that this engine has open there.
+    last_message_ns, beat_ns: times of its last message and of the last `Beat` to it.
+    failures: consecutive requests that failed because of it; it gets none before `backoff_until_ns`.
     beat_keys: the keys of the last `Beat` to it.
+    load_s: seconds of queued prompts there, by its last `Beat`.
+    slowdown: see `Beat`.
     """
 
     name: str
@@ -51,10 +54,15 @@ class Peer:
 
 @dataclass(slots=True)
 class RemotePrefill:
-    """One prompt that is computed elsewhere.
+    """One prompt that another engine computes.
 
-    state: "unsent" (no connection yet), "wanted", "offered", "reading", "validating", or "failed" (its read has to end
-    yet). until: when its state is over at the latest. numbers: all answers of the request; the first one loads.
+    want: the message that requests it.
+    numbers: all answers of the request; the first one loads.
+    peer: the prefill engine.
+    state: "unsent" (no connection yet), "wanted", "offered", "reading", "validating", or "failed" (its read has not
+        ended yet).
+    until: the deadline of its state.
+    takes_token: whether the request uses the first token.
     """
 
     want: Want
@@ -68,7 +76,7 @@ class RemotePrefill:
 
 
 class DecodePeer:
-    """One decode engine. What it wants done is in `take()`; `counters` counts how asks came to their ends, by cause."""
+    """One decode engine. `take()` returns its actions; `counters` counts ended requests for KV by cause."""
 
     def __init__(self, timeouts: Timeouts, page_size: int) -> None:
         self.counters: Counter[str] = Counter()
@@ -81,28 +89,28 @@ class DecodePeer:
         self._actions: list[Action] = []
 
     def take(self) -> list[Action]:
-        """What is to be done since the last call."""
+        """Return the actions since the last call."""
         actions, self._actions = self._actions, []
         return actions
 
     @property
     def open_keys(self) -> int:
-        """How many prompts are being computed or read elsewhere."""
+        """How many prompts other engines compute, or are being read from them."""
         return len(self._prefills)
 
     @property
     def offered(self) -> list[int]:
-        """The numbers of requests whose KV is offered and has not been asked for by a `Load` yet."""
+        """The numbers of requests whose KV is offered and for which no `Load` has come yet."""
         return [job.numbers[0] for job in self._prefills.values() if job.state == "offered"]
 
     def peers(self) -> list[Peer]:
-        """The prefill engines that are known."""
+        """All known prefill engines."""
         return list(self._peers.values())
 
     # ---- connections -----------------------------------------------------------------------------------------------
 
     def joined(self, peer: int, name: str, now: int) -> None:
-        """There is a connection `peer` to the prefill engine `name`; what waited for it is sent."""
+        """Register connection `peer` to the prefill engine `name` and send what waited for it."""
         known = self._peers.setdefault(name, Peer(name))
         known.number, known.last_message_ns, known.beat_ns = peer, now, now
         self._by_connection[peer] = known
@@ -112,7 +120,7 @@ class DecodePeer:
                 self._actions.append(Send(peer, job.want))
 
     def lost(self, peer: int, now: int, why: str = "connection lost") -> None:
-        """The connection is gone: whatever was open on it fails."""
+        """Handle the end of a connection: everything open on it fails."""
         known = self._by_connection.pop(peer, None)
         if known is None:
             return
@@ -126,23 +134,25 @@ class DecodePeer:
             self._back_off(known, now)
 
     def unreachable(self, name: str, now: int) -> None:
-        """The engine `name` cannot be connected to now."""
+        """Handle a failed attempt to connect to the engine `name`."""
         waiting = [job for job in self._prefills.values() if job.peer.name == name and job.state == "unsent"]
         for job in waiting:
             self._fail(job, "unreachable", now)
 
     def healthy_peers(self, now: int) -> list[Peer]:
-        """The prefill engines that may be asked, those with the least work first: connected and not in backoff."""
+        """The prefill engines that are connected and not in backoff, those with the least work first."""
         found = [peer for peer in self._peers.values() if peer.number is not None and now >= peer.backoff_until_ns]
         return sorted(found, key=lambda peer: (peer.load_s, peer.open_keys, peer.name))
 
-    # ---- what the own engine says ----------------------------------------------------------------------------------
+    # ---- calls from this engine ------------------------------------------------------------------------------------
 
     def want(
         self, want: Want, numbers: Iterable[int], peer: str, now: int, timeout_ns: int, *, takes_token: bool = True
     ) -> None:
-        """Ask `peer`, now or once it is connected. The requests `numbers` wait (`Request.awaits_kv`) and hear by
-        `KvAvailable` what came of it, after `timeout_ns` at the latest. takes_token: whether the first token is of use.
+        """Send `want` to `peer`, now or once it is connected.
+
+        The requests `numbers` wait (`Request.awaits_kv`) until `KvAvailable` reports the result, at the latest after
+        `timeout_ns`. takes_token: whether the request uses the first token.
         """
         known = self._peers.setdefault(peer, Peer(peer))
         job = RemotePrefill(want, list(numbers), known, "unsent", now + timeout_ns, takes_token)
@@ -157,7 +167,7 @@ class DecodePeer:
         self._actions.append(Send(known.number, want))
 
     def loads(self, load: Load, now: int) -> bool:
-        """The scheduler has taken pages for a request's KV; False if it is not one that was asked for here."""
+        """Begin a load into pages that the scheduler allocated; False if the request has no KV on offer here."""
         job = self._by_number.get(load.number)
         if job is None or job.state != "offered" or job.offer is None or job.peer.number is None:
             return False
@@ -171,7 +181,7 @@ class DecodePeer:
         return True
 
     def read_ended(self, key: str, why: str, now: int) -> None:
-        """Nothing writes to the pages of a read any more; `why` it failed, "" if it did not."""
+        """Handle the end of a read, after which nothing writes to its pages; `why` it failed, "" if it succeeded."""
         job = self._prefills.get(key)
         if job is None or job.load is None:
             return
@@ -187,7 +197,7 @@ class DecodePeer:
             self._send(job, Done(key))
 
     def ended(self, number: int, now: int) -> None:
-        """A request has ended, or goes on without its offer. A read of its KV goes on, as its pages are still held."""
+        """Handle a request that ends or goes on without its offer. A read in progress continues."""
         job = self._by_number.get(number)
         if job is None:
             return
@@ -198,10 +208,10 @@ class DecodePeer:
             self._send(job, Drop(job.want.key))
             self._forget(job)
 
-    # ---- what the prefill side says --------------------------------------------------------------------------------
+    # ---- messages from the prefill side ----------------------------------------------------------------------------
 
     def received(self, peer: int, message: Message, now: int) -> None:
-        """Take in a message; one that makes no sense here is ignored."""
+        """Handle a message; an unexpected one is ignored."""
         known = self._by_connection.get(peer)
         if known is None:
             return
@@ -243,14 +253,14 @@ class DecodePeer:
         known = set(beat.keys)
         for key in peer.beat_keys - known:
             job = self._prefills.get(key)
-            # A key that is being validated may have ended there by that, with an answer on its way.
+            # Validation may have ended a key there already; the answer is then still in transit.
             if job is not None and job.state in ("wanted", "offered", "reading"):
                 self._fail(job, "unknown there", now)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: int) -> None:
-        """Beat, give up engines that are silent, and fail what has taken too long."""
+        """Send heartbeats, give up silent engines, and fail jobs past their deadline."""
         for peer in list(self._peers.values()):
             if peer.number is None or not peer.open_keys:
                 continue
@@ -266,7 +276,7 @@ class DecodePeer:
             self._fail(job, f"{job.state} for too long", now)
 
     def next_ns(self) -> int | None:
-        """When to call `tick` next; None for no such time."""
+        """When to call `tick` next; None if not needed."""
         times = [job.until for job in self._prefills.values() if job.state != "failed"]
         for peer in self._peers.values():
             if peer.number is not None and peer.open_keys:
@@ -283,7 +293,7 @@ class DecodePeer:
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def _fail(self, job: RemotePrefill, why: str, now: int) -> None:
-        """The prompt is computed here, as far as its KV is not here yet."""
+        """Fail a job: this engine computes the part of the prompt whose KV is missing."""
         self._count(job, why)
         if job.state in ("unsent", "wanted"):
             self._actions.append(KvAvailable(job.numbers[0], 0))
@@ -295,7 +305,7 @@ class DecodePeer:
             self._give_up(job)
 
     def _give_up(self, job: RemotePrefill) -> None:
-        """The pages of a read do not count; they are free once the read has ended."""
+        """Discard the pages of a read; they are freed once the read has ended."""
         if job.state == "reading":
             job.state = "failed"
             self._actions.append(StopRead(job.want.key))
@@ -316,7 +326,7 @@ class DecodePeer:
         self.counters[f"failed: {why}"] += 1
 
     def _back_off(self, peer: Peer, now: int) -> None:
-        """Ask nothing of a peer for a while: it failed, and each failure in a row doubles the time."""
+        """Send no requests to a failed peer for a while; each consecutive failure doubles the time."""
         pause_ns = FIRST_BACK_OFF_NS << min(peer.failures, 5)
         peer.failures += 1
         peer.backoff_until_ns = now + min(pause_ns, MAX_BACK_OFF_NS)
@@ -328,7 +338,7 @@ class DecodePeer:
     def _forget(self, job: RemotePrefill) -> None:
         job.peer.open_keys -= 1
         if not job.peer.open_keys:
-            # It says nothing while nothing is open, so what it said last would never change.
+            # It sends no heartbeats while no key is open, so its last values would become stale.
             job.peer.load_s, job.peer.slowdown = 0.0, 1.0
         del self._prefills[job.want.key]
         del self._by_number[job.numbers[0]]

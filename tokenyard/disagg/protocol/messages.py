@@ -1,7 +1,7 @@
-"""What prefill and decode engines say to each other, and what the two machines want done.
+"""The messages between prefill and decode engines, and the actions of `DecodePeer` and `PrefillPeer`.
 
-Token and page ids travel as raw little-endian int32. Times are in nanoseconds, of each engine's own monotonic clock;
-durations are all that crosses between engines.
+Token and page ids are sent as raw little-endian int32. Times are nanoseconds of each engine's monotonic clock; engines
+exchange durations only.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,19 @@ import numpy as np
 from tokenyard.base import Event, Int32Array, Load, SamplingParams
 
 VERSION = 1
-"""Engines of different versions do not transfer."""
+"""Version of the protocol. Engines of different versions reject each other."""
 
 NS_PER_S = 1_000_000_000
 MAX_KEY_CHARS = 128
 
 
 class Want(msgspec.Struct, tag=True, array_like=True):
-    """Compute the KV of `prompt` (int32 bytes) and keep it for me under `key`.
+    """Asks the prefill engine to compute the KV of a prompt and keep it under `key`.
 
-    boot_id: of the engine that is asked, "" for any: a restarted one knows nothing of what it had. attach: the prompt
-    comes (or came) to the prefill engine by another way, under the same key; nothing is to be computed for this.
+    prompt: token ids as int32 bytes.
+    boot_id: of the engine that is asked; "" for any. A restarted engine has none of its earlier KV.
+    attach: whether the prefill engine receives the prompt as a client's request with the same key, so that this
+        message computes nothing.
     """
 
     key: str
@@ -38,9 +40,13 @@ class Want(msgspec.Struct, tag=True, array_like=True):
 
 
 class Offer(msgspec.Struct, tag=True, array_like=True):
-    """The KV of the first `tokens` tokens lies in `pages` (int32 bytes) until the lease is over.
+    """Reports that the prefill engine holds the KV of a prompt.
 
-    token: the first token of the answer. ticket: opens the way to the pages over TCP. With 0 tokens nothing is held.
+    tokens: how many tokens the KV covers, from the first; with 0 nothing is held.
+    token: the first token of the answer.
+    pages: the pages of the KV, as int32 bytes.
+    ticket: authorizes reads of the pages over TCP.
+    lease_ns: how long the pages are held without a heartbeat.
     """
 
     key: str
@@ -53,23 +59,25 @@ class Offer(msgspec.Struct, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, tag=True, array_like=True):
-    """From the decode side: the pages were read; were they valid until now? From the prefill side: they were."""
+    """From the decode side: the read has ended, and asks whether the pages are still valid. From the prefill side: the
+    pages were valid.
+    """
 
     key: str
 
 
 class Drop(msgspec.Struct, tag=True, array_like=True):
-    """The decode side needs nothing under this key any more."""
+    """The decode side no longer needs this key."""
 
     key: str
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True):
-    """A heartbeat. From the decode side: its open keys, whose leases it renews. From the prefill side: those of these
-    keys that it knows.
+    """A heartbeat.
 
-    load_s: seconds of prompts that wait at the prefill side.
-    slowdown: seconds that one second of prefill takes there, next to decode rows.
+    keys: from the decode side, its open keys, whose leases it renews; from the prefill side, those of them that it has.
+    load_s: seconds of queued prompts at the prefill side.
+    slowdown: seconds that one second of prefill takes there, together with decode rows.
     """
 
     keys: list[str]
@@ -78,7 +86,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
 
 
 class Gone(msgspec.Struct, tag=True, array_like=True):
-    """The prefill side has nothing under this key, and why."""
+    """The prefill side has nothing under this key; `why` is the reason."""
 
     key: str
     why: str
@@ -91,9 +99,9 @@ Message = Want | Offer | Done | Drop | Beat | Gone
 class Timeouts:
     """Timeouts of the protocol, in ns.
 
-    lease_ns: how long pages are kept without a heartbeat of their reader.
+    lease_ns: how long pages are kept without a heartbeat from their reader.
     beat_ns: time between heartbeats.
-    silence_ns: an engine that is silent for this long while a key is open counts as dead.
+    silence_ns: how long an engine may be silent while a key is open before it counts as dead.
     admission_ns: how long an offer may wait until the decode engine has pages for it.
     max_open: keys that a prefill engine keeps at a time.
     """
@@ -107,7 +115,7 @@ class Timeouts:
 
 @dataclass(slots=True)
 class Send:
-    """Send a message to the engine behind connection `peer`."""
+    """Send a message through connection `peer`."""
 
     peer: int
     message: Message
@@ -115,7 +123,7 @@ class Send:
 
 @dataclass(slots=True)
 class Close:
-    """Give up the connection `peer`; the machine counts it as lost already."""
+    """Close connection `peer`, which the sender of this action already treats as lost."""
 
     peer: int
     why: str
@@ -131,9 +139,11 @@ class Prefill:
 
 @dataclass(slots=True)
 class Read:
-    """Read KV from the engine behind `peer` into the pages of `load`, then say so by `DecodePeer.read_ended`.
+    """Read KV through connection `peer` into the pages of `load`, then call `DecodePeer.read_ended`.
 
-    pages: int32[n], those of the other engine, one for each of `load`. first: their place in the offer.
+    pages: int32[n], pages of the other engine, one for each page of `load`.
+    first: index of the first of them in the offer.
+    ticket: the ticket of the offer.
     """
 
     key: str
@@ -146,20 +156,20 @@ class Read:
 
 @dataclass(slots=True)
 class StopRead:
-    """The read under this key is of no use any more; it should end soon."""
+    """Stop the read under this key; its result is no longer needed."""
 
     key: str
 
 
 Action = Send | Close | Prefill | Read | StopRead | Event
-"""What a machine wants done. An `Event` is for the scheduler."""
+"""An action of a peer. An `Event` is for the scheduler."""
 
 
 def pack_ids(ids: Int32Array) -> bytes:
-    """Ids (int32[n]) as they travel."""
+    """Encode ids (int32[n]) as bytes."""
     return np.ascontiguousarray(ids, "<i4").tobytes()
 
 
 def unpack_ids(data: bytes) -> Int32Array:
-    """Ids (int32[n]) from what travelled. Raises ValueError for a length that is no whole number of ids."""
+    """Decode ids (int32[n]). Raises ValueError for a length that is not a whole number of ids."""
     return np.frombuffer(data, "<i4")

@@ -1,4 +1,4 @@
-"""The prefill engine's side: prompts that others want computed, and pages that are kept for them."""
+"""The prefill engine's side: computes prompts for other engines and holds the pages of their KV."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,10 +26,13 @@ ENDED_KEPT = 1024
 
 @dataclass(slots=True)
 class PrefillJob:
-    """What is kept under one key.
+    """The state of one key.
 
-    peer: who wants it, None while nobody has asked yet. number: of the request that computes it, None while that has
-    not come yet. offer: once the KV is there. for_client: the request is one of the engine's own clients.
+    lease_until: when the lease ends, in ns.
+    peer: connection of the decode engine that asked for it; None before one has asked.
+    number: of the request that computes it; None before it has arrived.
+    offer: the offer, once the KV is computed.
+    for_client: whether the request comes from one of this engine's clients.
     """
 
     key: str
@@ -41,9 +44,9 @@ class PrefillJob:
 
 
 class PrefillPeer:
-    """One prefill engine. `first_number` and up are the numbers of the requests that it submits.
+    """One prefill engine. It numbers the requests that it submits from `first_number` up.
 
-    What it wants done is in `take()`. `counters` counts how keys came to their ends.
+    `take()` returns its actions. `counters` counts offers, refusals, and ended keys by cause.
     """
 
     def __init__(self, timeouts: Timeouts, boot_id: str, first_number: int, new_ticket: Callable[[], bytes]) -> None:
@@ -59,22 +62,22 @@ class PrefillPeer:
         self.load_s, self.slowdown = 0.0, 1.0
 
     def take(self) -> list[Action]:
-        """What is to be done since the last call."""
+        """Return the actions since the last call."""
         actions, self._actions = self._actions, []
         return actions
 
     @property
     def open_keys(self) -> int:
-        """How many keys something is kept under."""
+        """How many keys are open."""
         return len(self._jobs)
 
     @property
     def held_keys(self) -> int:
-        """How many of them hold pages."""
+        """How many open keys hold pages."""
         return sum(job.offer is not None for job in self._jobs.values())
 
     def owns(self, number: int) -> bool:
-        """Whether a request is one of those that compute for others."""
+        """Whether a request computes a prompt for another engine."""
         return number in self._by_number
 
     def valid(self, key: str, ticket: bytes, now: int) -> Offer | None:
@@ -84,10 +87,10 @@ class PrefillPeer:
             return None
         return job.offer
 
-    # ---- what the decode side says ---------------------------------------------------------------------------------
+    # ---- messages from the decode side -----------------------------------------------------------------------------
 
     def received(self, peer: int, message: Message, now: int) -> None:
-        """Take in a message; one that makes no sense here is ignored."""
+        """Handle a message; an unexpected one is ignored."""
         match message:
             case Want():
                 self._handle_want(peer, message, now)
@@ -100,7 +103,7 @@ class PrefillPeer:
                 self._renew(peer, message, now)
 
     def lost(self, peer: int, now: int) -> None:
-        """The connection is gone: nobody will read what was kept for it."""
+        """Handle the end of a connection: drop what was held for its reader."""
         for job in [job for job in self._jobs.values() if job.peer == peer]:
             self._drop(job.key, "dropped")
 
@@ -128,19 +131,19 @@ class PrefillPeer:
                 self._next_number += 1
 
     def _attach(self, job: PrefillJob, peer: int, now: int) -> None:
-        """The reader of a key whose prompt came by another way has come."""
+        """Attach the reader of a key to the request that a client sent."""
         job.peer, job.lease_until = peer, now + self._timeouts.lease_ns
         self._send_offer(job)
 
     def _send_offer(self, job: PrefillJob) -> None:
-        """Send the offer, if it is there already, again if need be."""
+        """Send the offer if there is one, also a second time."""
         if job.offer is not None and job.peer is not None:
             self._actions.append(Send(job.peer, job.offer))
             if not job.offer.tokens:
                 self._forget(job, "ended")
 
     def _handle_done(self, peer: int, key: str, now: int) -> None:
-        """The pages were read: say whether their lease held all the time, and give them back."""
+        """Handle the end of a read: report whether the lease held throughout, and release the pages."""
         job = self._of(peer, key)
         if job is None or job.offer is None or now >= job.lease_until:
             self._actions.append(Send(peer, Gone(key, self._ended.get(key, "the lease is over"))))
@@ -163,10 +166,10 @@ class PrefillPeer:
         self.counters["refused"] += 1
         self._actions.append(Send(peer, Gone(key, why)))
 
-    # ---- what the own scheduler says -------------------------------------------------------------------------------
+    # ---- calls from this engine's scheduler ------------------------------------------------------------------------
 
     def expect(self, key: str, number: int, now: int) -> bool:
-        """A request of this engine's own clients computes what somebody will want under `key`; False if it is taken."""
+        """Register a client's request whose KV a decode engine will ask for under `key`; False if the key is in use."""
         job = self._jobs.get(key)
         if key in self._ended or (job is not None and job.number is not None):
             return False
@@ -177,7 +180,7 @@ class PrefillPeer:
         return True
 
     def handed_over(self, handover: Handover, now: int) -> None:
-        """The KV of a request is there and held."""
+        """Offer the KV of a request, which the scheduler has computed and holds."""
         job = self._by_number.get(handover.number)
         if job is None:
             self._actions.append(PagesReleased(handover.number))
@@ -185,7 +188,7 @@ class PrefillPeer:
         self._offer(job, handover.tokens, handover.token, pack_ids(handover.pages), now)
 
     def finished(self, number: int, why: str, token: int, now: int) -> None:
-        """A request ended without a handover: `why` if it failed, "" if its first `token` ended the answer."""
+        """Handle a request that ended without a handover: `why` it failed, "" if its first `token` ended the answer."""
         job = self._by_number.get(number)
         if job is None or job.offer is not None:
             return
@@ -206,10 +209,10 @@ class PrefillPeer:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: int) -> None:
-        """End what nobody has renewed in time."""
+        """Drop keys whose lease has expired."""
         for job in [job for job in self._jobs.values() if now >= job.lease_until]:
             if job.peer is None and job.offer is None:
-                # Its prompt waits in our own queue, whose timeouts are not those of a lease.
+                # Its prompt waits in this engine's queue, which has its own timeouts.
                 job.lease_until = now + self._timeouts.lease_ns
                 continue
             if job.peer is not None:
@@ -217,7 +220,7 @@ class PrefillPeer:
             self._drop(job.key, "leases_over")
 
     def next_ns(self) -> int | None:
-        """When to call `tick` next; None for no such time."""
+        """When to call `tick` next; None if not needed."""
         return min((job.lease_until for job in self._jobs.values()), default=None)
 
     def _set_number(self, job: PrefillJob, number: int) -> None:
@@ -225,7 +228,7 @@ class PrefillPeer:
         self._by_number[number] = job
 
     def _drop(self, key: str, counted: str) -> None:
-        """Give back what a key holds, or stop computing it."""
+        """Release the pages of a key, or cancel its request unless a client sent it."""
         job = self._jobs[key]
         self.counters[counted] += 1
         if job.number is not None:

@@ -1,6 +1,6 @@
 """The text side of the engine without its process: tokens in, text and found stop strings out.
 
-The detokenizer process runs this, as does anything that holds a scheduler in its own process.
+The detokenizer process runs this, as does an engine that runs in one process.
 """
 
 from typing import cast
@@ -70,7 +70,7 @@ class _TextState:
                 self.pieces.clear()
 
     def add(self, token: int, cached_tokens: int) -> bool:
-        """Take in one token; return whether it completed a stop string."""
+        """Add one token; return whether it completed a stop string."""
         self.cached_tokens = cached_tokens
         self.tokens.append(token)
         if self.text is None:
@@ -81,22 +81,22 @@ class _TextState:
         return self._show(self.text.add(token))
 
     def drop(self, token: int, cached_tokens: int) -> None:
-        """Take in the token that stopped the answer and is not to be seen."""
+        """Add the token that stopped the answer and is not shown."""
         self.cached_tokens = cached_tokens
         self.tokens.append(token)
 
     def due(self) -> bool:
-        """Whether an answer, which streams, has something to send now."""
+        """Whether a streaming answer has something to send now."""
         if not self.pieces and (self.text is not None or len(self.tokens) == self.sent):
             return False
         return not self.sent_once or len(self.tokens) - self.sent >= self.interval
 
     def stop_found(self) -> StopFound:
-        """What the scheduler must hear of the stop string that was found."""
+        """The message that reports the found stop string to the scheduler."""
         return StopFound(self.number, len(self.tokens), cast(str, self.stopped_by))
 
     def finish(self, finish: Finish) -> Finish:
-        """Show what was held back; return the end as the client shall see it: a found stop string wins."""
+        """Show what was held back; return the finish that the client gets: a found stop string takes precedence."""
         if self.stopped_by is None and self.text is not None:
             for token in self.undecoded:
                 self._show(self.text.add(token))
@@ -110,7 +110,7 @@ class _TextState:
         return finish
 
     def take_logprobs(self) -> list[TokenLogprobs]:
-        """Return the log-probabilities of tokens taken in so far; those behind a found stop string never come."""
+        """Return the log-probabilities of the tokens added so far, without those after a found stop string."""
         end = self.prompt_tokens + len(self.tokens)
         found = [entry for entry in self.logprobs if entry.position < end]
         self.logprobs = [entry for entry in self.logprobs if entry.position >= end]
@@ -135,7 +135,7 @@ class _TextState:
 
 
 class _Columns:
-    """A `TextBatch` in the making."""
+    """Builds a `TextBatch`."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -148,7 +148,7 @@ class _Columns:
         self.logprobs: list[TokenLogprobs] = []
 
     def add(self, answer: _TextState) -> None:
-        """Take everything that an answer has to send."""
+        """Add all unsent output of an answer."""
         self.numbers.append(answer.number)
         self.texts.append("".join(answer.pieces))
         tokens, total = answer.tokens, len(answer.tokens)
@@ -179,7 +179,7 @@ class _Columns:
 
 
 def ends_batch(finished: list[Finish]) -> TextBatch:
-    """The message that says of answers that they have ended, and nothing else."""
+    """A message that only reports the ends of answers."""
     return TextBatch(np.empty(0, dtype=np.int64), [], _int32([]), _int32([]), _int32([]), _int32([]), finished)
 
 
@@ -190,7 +190,7 @@ def _int32(values: list[int]) -> Int32Array:
 class TextAssembler:
     """Keeps the state of all answers; without a tokenizer it only regroups token ids.
 
-    An answer that does not stream says nothing before its end, and is decoded only then unless it has stop strings.
+    An answer that does not stream has no output before its end, and is decoded only then unless it has stop strings.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -201,7 +201,7 @@ class TextAssembler:
         return len(self._answers)
 
     def step(self, batch: TokenBatch, source: int = 0) -> tuple[TextBatch, list[StopFound]]:
-        """Take in what a step of scheduler process `source` says; return what the API process and it must hear of it.
+        """Handle the output of a step of scheduler process `source`; return messages for the API process and for it.
 
         Raises InvalidRequestError for stop strings where there is no tokenizer.
         """
@@ -221,8 +221,8 @@ class TextAssembler:
         return columns.batch(), stops
 
     def fence(self, fence: Fence) -> Fenced:
-        """How far the answers have come that a scheduler leaves behind. They go on when another one starts them; what
-        else it had is forgotten.
+        """Report the output so far of the answers of a scheduler that has ended. They continue when another scheduler
+        starts them; its other answers are removed.
         """
         kept = set(fence.numbers)
         for number in [n for n, answer in self._answers.items() if answer.source == fence.source and n not in kept]:
@@ -236,7 +236,7 @@ class TextAssembler:
         )
 
     def _start(self, started: Started, source: int) -> StopFound | None:
-        """Begin an answer, or go on with one whose scheduler has ended; returns its stop string if it holds one."""
+        """Begin an answer, or continue one whose scheduler has ended; return its stop string if one is found."""
         if self._tokenizer is None and started.stop:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
         answer = self._answers.get(started.number)

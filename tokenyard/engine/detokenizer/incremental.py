@@ -1,4 +1,4 @@
-"""Tokens to text, one token at a time, without ever showing half a character."""
+"""Tokens to text, one token at a time. Incomplete characters are held back."""
 
 from collections.abc import Collection
 
@@ -11,7 +11,7 @@ CONTEXT_TOKENS = 6
 """Prompt tokens that the decoder sees first, so that the answer's first piece gets its leading space right."""
 
 MAX_HELD_TOKENS = 64
-"""Tokens without text (special ones, broken bytes) after which the decoder starts afresh to stay quick."""
+"""Tokens without text (special ones, broken bytes) after which the decoder restarts to stay fast."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -19,8 +19,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class IncrementalDetokenizer:
     """The text of one answer as it grows.
 
-    All pieces together equal the decoded answer as it would stand behind its prompt. A character whose bytes have not
-    all come is held back until they have, or until `flush`.
+    The pieces concatenate to the text of the answer as decoded after its prompt. A character with missing bytes is held
+    back until they arrive, or until `flush`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
         self._dropped = _special_ids(tokenizer).difference(keep_ids) if skip_special_tokens and keep_ids else None
         self._shown: list[int] = prompt_ids[-CONTEXT_TOKENS:].tolist()
         self._held: list[int] = []
-        # Behind a prompt that ends inside a character, the decoder would repeat the prompt's text.
+        # After a prompt that ends inside a character, the decoder would repeat the prompt's text.
         if self._decode(self._shown).endswith(REPLACEMENT):
             self._shown = []
         self._stream = DecodeStream(ids=self._shown, skip_special_tokens=self._skip)
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the text of all tokens held back, incomplete characters as U+FFFD, and start afresh behind it."""
+        """Return the text of all tokens held back, incomplete characters as U+FFFD, and restart after it."""
         before = self._decode(self._shown)
         text = self._decode(self._shown + self._held)
         piece = text[len(before) :] if text.startswith(before) else self._decode(self._held)

@@ -48,7 +48,7 @@ def run_detokenizer(task: ChildTask, report: ReportReady) -> None:
 
 
 class DetokenizerLoop:
-    """Takes in messages and sends on what they become: text to the API process, found stops where tokens came from.
+    """Sends text to the API process and found stop strings to the schedulers (SGLang's `DetokenizerManager`).
 
     `source` is the number of this process.
     """
@@ -72,7 +72,7 @@ class DetokenizerLoop:
             self._to_api.send(TO_API.encode(Heartbeat(now_ns, "idle", 0, 0, {}), self._source))
 
     def take(self, message: ToDetokenizer, source: int) -> None:
-        """Take in a message of scheduler process `source`, or a fence."""
+        """Handle a message of scheduler process `source`, or a fence."""
         if isinstance(message, Fence):
             self._fence(message)
         elif source in self._fenced:

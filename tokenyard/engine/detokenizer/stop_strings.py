@@ -12,7 +12,7 @@ class StopHit:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first, and never lets out text that may be the beginning of one.
+    """Finds the stop string that ends first, and holds back text that may be the beginning of one.
 
     Where several end at the same place, the longest one counts. The text held back is the longest end of the input so
     far that begins a stop string, so a match can be split over any number of pieces.
@@ -24,7 +24,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, piece: str) -> str | StopHit:
-        """Take in the next piece; return the text that may be shown now, or the hit."""
+        """Add the next piece; return the text that may be shown now, or the hit."""
         text = self._held + piece
         hit = self._find(text)
         if hit is not None:
@@ -48,7 +48,7 @@ class StopMatcher:
         return StopHit(text[: best_end - len(best)], best) if best else None
 
     def _held_length(self, text: str) -> int:
-        # Most text cannot end inside a stop string at all: one look at its last character says so.
+        # The last character alone rules out most text.
         if not text or text[-1] not in self._inner:
             return 0
         return max(_overlap(text, stop) for stop in self._stops)

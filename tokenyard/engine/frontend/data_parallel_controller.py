@@ -30,7 +30,7 @@ COUNTERS_BY_MEAN = ("new_token_ratio", "step_time_error")
 """Counters of which an engine with several ranks reports the mean; all other numbers are added up."""
 
 COUNTERS_BY_MAX = ("now", "service_gap_tokens")
-"""Of these it reports the largest."""
+"""Counters of which it reports the largest."""
 
 
 class DataParallelController:
@@ -69,11 +69,11 @@ class DataParallelController:
 
     @property
     def absent(self) -> SchedulerClient:
-        """Stands for the next scheduler that runs, whichever it is."""
+        """A placeholder for the next scheduler that runs."""
         return self.absent_rank(ANY_RANK)
 
     def absent_rank(self, rank: int) -> SchedulerClient:
-        """Stands for the scheduler of a rank while that is started again."""
+        """A placeholder for the scheduler of a rank while it restarts."""
         if rank not in self._absent:
             backlog = self._backlogs[rank] = []
             self._absent[rank] = SchedulerClient(backlog.append, rank, ABSENT_SOURCE)
@@ -233,7 +233,7 @@ class DataParallelController:
         return ages | {client.rank: client.age_s(now_ns) for client in self.clients}
 
     def close(self, error: TokenyardError) -> None:
-        """The engine is gone."""
+        """End open calls with `error`."""
         for client in (*self._clients.values(), *self._absent.values()):
             client.close(error)
 

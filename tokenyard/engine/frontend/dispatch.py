@@ -15,7 +15,7 @@ RETRIABLE_CAUSES = ("queue_full", "displaced", "tenant_limit")
 
 
 class Dispatcher:
-    """Sends requests to schedulers, and keeps where each is: in its stream, and among the recent requests."""
+    """Sends requests to schedulers, and records where each is, in its stream and in the recent requests."""
 
     def __init__(self, ranks: DataParallelController) -> None:
         self.ranks = ranks
@@ -34,7 +34,7 @@ class Dispatcher:
         return stream
 
     def move(self, stream: Stream, client: SchedulerClient, place: Assignment | None) -> None:
-        """A request is at this scheduler from now on."""
+        """Record that a request is at this scheduler."""
         stream.detach()
         stream.client, stream.place = client, place
         self.recent.add(stream)

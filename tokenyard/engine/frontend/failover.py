@@ -41,9 +41,11 @@ MAX_RESUBMITS = 3
 class Failover:
     """Is notified when processes start and end. Used from one event loop.
 
-    A scheduler that ends leaves its requests to others (see `rank_lost`). `on_engine_dead` hears why the engine ended,
-    if by itself; all open requests have ended by then. `on_detokenizer_silent` hears why the detokenizer is to be
-    ended: it does not answer. `assembler` is given where token ids become text in this process.
+    Other schedulers continue the requests of one that ends (see `rank_lost`).
+
+    assembler: set if token ids become text in this process.
+    on_engine_dead: called with the reason if the engine ends unexpectedly, after all open requests have ended.
+    on_detokenizer_silent: called with the reason if the detokenizer does not answer and must be killed.
     """
 
     def __init__(
@@ -81,8 +83,8 @@ class Failover:
     def rank_lost(self, source: int, reason: str, *, suspect_user_code: bool) -> None:
         """A scheduler process has ended. Its requests continue elsewhere, each after its last received token.
 
-        First the text side must say how far they are, so that none comes twice and none is missed (`Fence`). With
-        `distrust`, a user-defined policy that was set while it ran may be the cause, and is not set again.
+        First the text side reports how far they are (`Fence`), so that no token is repeated or missed. With
+        `suspect_user_code`, a user-defined policy that was set while it ran may be the cause, and is not set again.
         """
         error = OverloadedError(f"the scheduler ended ({reason}) and is started again; retry later")
         client = self._ranks.leave(source, error, time.monotonic_ns())
@@ -121,7 +123,7 @@ class Failover:
             return
         lost, timer = self._lost.pop(fenced.source)
         timer.cancel()
-        # The news before the fence are out, so what has not ended by them does not end any more.
+        # All output before the fence is delivered, so answers that are still open get no finish from this scheduler.
         self._streams.end_detached(lost, CLIENT_GONE)
         streams = self._streams.of(lost)
         tokens_by_number = {
@@ -150,8 +152,8 @@ class Failover:
         self._streams.end_detached(absent, CLIENT_GONE)
 
     def detokenizer_lost(self) -> None:
-        """The detokenizer has ended, and with it the state of all texts and some news of the schedulers. All of them
-        are started again; requests go on from the tokens that have come here.
+        """The detokenizer has ended; the state of all texts and some output of the schedulers are lost. The
+        schedulers restart too; requests continue from the tokens that this process has received.
         """
         self._ranks.all_restarting = True
         self._outputs.detokenizer_lost()
@@ -222,7 +224,7 @@ def continuation_requests(
     """The requests that bring the answers with these indices to their end, with the same tokens as without the break.
 
     It is the request itself while none of its answers has begun or ended: they share what they compute. Otherwise each
-    open answer is a request of its own, by its own number and seed.
+    open answer becomes a separate request with its own number and seed.
     """
     numbers = {index: request.number + index for index in sorted(open_answers)}
     if len(numbers) == request.sampling.n and not any(tokens_by_number.get(number) for number in numbers.values()):

@@ -63,8 +63,8 @@ def check_token_ids(ids: np.ndarray, vocab_size: int) -> None:
 
 
 def extra_eos_token_ids(info: ExecutorInfo, tokenizer: Tokenizer | None, eos_token: str | None) -> list[int]:
-    """Ids that end an answer beside those of the model's config: that of the tokenizer's `eos_token` ("" for none),
-    as some checkpoints name the mark that ends a turn only there.
+    """Ids that end an answer in addition to those of the model's config: that of the tokenizer's `eos_token` ("" for
+    none), as some checkpoints name the token that ends a turn only there.
     """
     end = tokenizer.token_to_id(eos_token) if tokenizer is not None and eos_token else None
     return [] if end is None or end in info.eos_token_ids or end >= info.vocab_size else [end]
@@ -165,7 +165,7 @@ class InputProcessor:
         )
 
     def _check_ids(self, given: Int32Array | list[int] | None) -> Int32Array:
-        # A long list is refused before its tokens are looked at.
+        # A long list is refused before its tokens are checked.
         self._check_length(len(given) if given is not None else 0)
         ids = np.asarray(given)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):

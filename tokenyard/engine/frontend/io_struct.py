@@ -10,16 +10,24 @@ from tokenyard.base.request import BootstrapInfo
 class GenerateReqInput:
     """One generation request as a front end states it: exactly one of `text` and `input_ids` is given.
 
-    `sampling.max_new_tokens` is cut to the rest of the context if `clamp_max_new_tokens`, and refused otherwise when
-    it does not fit. `seed` None draws one from the system; `sampling.seed` is overwritten either way. `rid` "" makes
-    one up. `deadline_ms` counts from arrival. `text_options.stream` asks for deltas as they come; without it each
-    answer arrives as one delta at its end. `add_special_tokens` is for `text`: whether the tokenizer may put its own
-    marks (such as BOS) around it. `grammar` is Lark text that the answer must keep to, "" for nothing. `output_ids` are
-    the first tokens of an answer that was begun elsewhere: it goes on from there, counts them and gives only what is
-    new; such a request has one answer. With `pooling` nothing is generated (`sampling.max_new_tokens` is 0), and the
-    finish carries the vector of the prompt. `prediction` is text that the answer may resemble, from which drafts come
-    where the engine speculates. `rank` is the data-parallel rank that must serve it, None for any. `kv` is where its
-    other half is, if it comes in two. `lora` is the name of its LoRA adapter, "" for none.
+    SGLang's `GenerateReqInput`.
+
+    sampling: its `seed` is overwritten.
+    text_options: with `stream`, deltas are delivered as they come; without it, each answer is one delta at its end.
+    seed: None draws one from the system.
+    clamp_max_new_tokens: whether `sampling.max_new_tokens` is cut to the rest of the context; without it, a value that
+        does not fit is refused.
+    add_special_tokens: whether the tokenizer may add its special tokens (such as BOS) to `text`.
+    rid: the request's id; "" generates one.
+    deadline_ms: counts from arrival.
+    lora: name of the LoRA adapter; "" for none.
+    grammar: Lark text that the answer must follow; "" for none.
+    output_ids: the first tokens of an answer that was begun elsewhere. The request continues it, counts them, and
+        returns only new output; it has one answer.
+    pooling: if set, nothing is generated (`sampling.max_new_tokens` is 0), and the finish carries the prompt's vector.
+    rank: the data-parallel rank that must serve the request; None for any.
+    kv: the other half of the request under PD disaggregation; None for none.
+    prediction: text that the answer may resemble, a source of drafts for speculative decoding.
     """
 
     text: str | None = None
@@ -51,10 +59,12 @@ class GenerateReqInput:
 class OutputDelta:
     """New output of one answer.
 
-    `index` says which of the n answers. `text` and `token_ids` are new since its last delta; text that may still
-    turn into a stop string or that ends inside a character is held back together with its tokens. `logprobs`
-    holds the entries of prompt positions first. The counts are totals so far. `finish` is set on the last delta of
-    each answer and on no other.
+    index: which of the n answers.
+    text, token_ids: output since its last delta. Text that may become a stop string or that ends inside a character is
+        held back together with its tokens.
+    prompt_tokens, completion_tokens, cached_tokens: totals so far.
+    finish: set on the last delta of each answer only.
+    logprobs: entries of prompt positions come first.
     """
 
     index: int

@@ -13,13 +13,16 @@ from tokenyard.kv_layout.model_digest import adapter_digest
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LOAD_TIMEOUT_S = 600.0
 UNLOAD_TIMEOUT_S = 24 * 3600.0
-"""An adapter is unloaded once its requests have ended, however long that takes."""
+"""Timeout of an unload, which waits for the adapter's requests to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """A LoRA adapter. key: its name and the digest of its files, by which the engine knows it (`Request.lora`): what
-    was computed with other weights under the same name is never taken for its own.
+    """A LoRA adapter.
+
+    name: the name that requests use.
+    key: name and digest of the files (`Request.lora`), so that KV of other weights under the same name is never used.
+    folder: the folder of its files.
     """
 
     name: str

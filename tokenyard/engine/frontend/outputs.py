@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class OutputHandler:
-    """Takes in messages and hands each stream its deltas. Used from one event loop, on which it has a task.
+    """Handles messages and delivers deltas to streams. Used from one event loop, on which it runs a task.
 
-    `assembler` is given where token ids become text in this process. `on_fenced` hears how far the answers of a
-    scheduler are that has ended, once their streams have all of it.
+    `assembler` is set if token ids become text in this process. `on_fenced` is called with the output of a scheduler
+    that has ended, once the streams have all of it.
     """
 
     def __init__(self, dispatcher: Dispatcher, assembler: TextAssembler | None) -> None:
@@ -35,7 +35,7 @@ class OutputHandler:
         self._deliverer = asyncio.get_running_loop().create_task(self._deliver())
 
     def receive(self, message: ToApi, source: int) -> None:
-        """Take in a message of the text side or of scheduler process `source`."""
+        """Handle a message of the text side or of scheduler process `source`."""
         match message:
             case TextBatch() if source not in self._ignored_sources:
                 self.add(self._dispatcher.retry_refused(message, source))
@@ -55,7 +55,7 @@ class OutputHandler:
                 self._batch_ready.set()
 
     def _assemble(self, batch: TokenBatch, source: int) -> None:
-        """Take in tokens where they become text in this process."""
+        """Handle tokens that become text in this process."""
         client = self._ranks.find(source)
         if client is None or self._assembler is None:
             return
@@ -74,7 +74,7 @@ class OutputHandler:
         self._ignored_sources.add(source)
 
     async def delivered(self) -> None:
-        """Wait until the streams have all that has come so far."""
+        """Wait until the streams have all output received so far."""
         waiter = asyncio.get_running_loop().create_future()
         self._delivery_waiters.append(waiter)
         self._batch_ready.set()
@@ -108,7 +108,7 @@ class OutputHandler:
         self._text_beat_ns = 0
 
     async def close(self) -> None:
-        """Deliver no more."""
+        """Stop the delivery."""
         self._deliverer.cancel()
         await asyncio.gather(self._deliverer, return_exceptions=True)
         for waiter in self._delivery_waiters:

@@ -70,7 +70,14 @@ class PausedRequest(msgspec.Struct):
 
 @dataclass(slots=True)
 class PausedCounters:
-    """Totals of records since the start. unusable: damaged, of another model, or of a newer version."""
+    """Totals of records since the start.
+
+    kept: records written.
+    resumed: requests resumed from a record.
+    displaced: oldest records removed beyond the limit.
+    unusable: damaged records, or records of another model or a newer version.
+    failed: writes that failed.
+    """
 
     kept: int = 0
     resumed: int = 0
@@ -147,7 +154,7 @@ class PausedRequests:
     """The records in one folder, for an engine whose model has this digest. Used from one event loop."""
 
     def __init__(self, folder: str, model: str) -> None:
-        """Look what is there; records that cannot be used are counted, logged and left alone."""
+        """Reads the folder; unusable records are counted, logged and left in place."""
         self.counters = PausedCounters()
         self._folder = Path(folder)
         self._model = model
@@ -168,7 +175,7 @@ class PausedRequests:
         return self._paths.keys()
 
     async def keep(self, stream: Stream, outputs: dict[int, list[int]]) -> None:
-        """Write the record of a paused request. What goes wrong is logged and counted; the request stays paused."""
+        """Write the record of a paused request. A failure is logged and counted; the request stays paused."""
         async with self._writing:
             if stream.rid.rpartition("-")[0] in self._paths:
                 # One of several answers that are being resumed from their record, which is still good.
@@ -206,7 +213,7 @@ class PausedRequests:
             raise
 
     async def specs(self, rid: str, adapters: Collection[str] = ()) -> list[GenerateReqInput]:
-        """What brings a request to its end that has a record and is not open any more, one entry per answer.
+        """The requests that continue the answers of a recorded request that is no longer open, one per answer.
 
         `adapters` are the loaded ones, as `Request.lora` names them. Raises TokenyardError (request_not_found) for a
         request without a record, or with one that cannot be used here.

@@ -8,7 +8,7 @@ MAX_RECENT_REQUESTS = 4096
 
 
 class RecentRequests:
-    """The latest requests by id and by number. An id that is used again stands for its latest request."""
+    """The latest requests by id and by number. An id that is reused refers to its latest request."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[str, tuple[list[int], int]] = OrderedDict()

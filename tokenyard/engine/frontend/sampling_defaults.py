@@ -15,8 +15,8 @@ GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 def read_sampling_defaults(model_path: str, kind: str) -> dict[str, float | int]:
     """Defaults for a model folder, by the field names of `SamplingParams`.
 
-    `kind` "model" reads `generation_config.json`; without that file, and for "openai", there are none beside those of
-    `SamplingParams`. Raises ConfigError for a file that cannot be read or holds values that cannot be used.
+    `kind` "model" reads `generation_config.json`; without that file, and for "openai", only the defaults of
+    `SamplingParams` apply. Raises ConfigError for a file that cannot be read or holds values that cannot be used.
     """
     file = Path(model_path) / "generation_config.json"
     if kind == "openai":

@@ -1,4 +1,4 @@
-"""A scheduler seen from outside of its process: send an event, call a verb and get its reply, hear heartbeats."""
+"""A scheduler as seen from outside its process: sends events, calls verbs, and receives replies and heartbeats."""
 
 import asyncio
 import itertools
@@ -26,16 +26,16 @@ class ProcessLink(Protocol):
         """A way to scheduler process `source`."""
 
     def disconnect(self, source: int) -> None:
-        """The process is gone."""
+        """Drop the connection to a process that has ended."""
 
     def fence(self, fence: Fence) -> None:
-        """Ask the text side's process how far answers have come; it answers by `Fenced`."""
+        """Ask the text side's process for the output of answers so far; it replies with `Fenced`."""
 
     def reset_detokenizer(self) -> None:
-        """The text side's process is gone."""
+        """Drop the connection to the text side's process, which has ended."""
 
     def close(self) -> None:
-        """No more messages."""
+        """Close all connections."""
 
 
 class SchedulerClient:
@@ -54,12 +54,12 @@ class SchedulerClient:
         self._closed: TokenyardError | None = None
 
     def send(self, event: Event) -> None:
-        """Send an event; nothing is sent any more once the scheduler is gone."""
+        """Send an event; does nothing once the scheduler has ended."""
         if self._closed is None:
             self._transmit(event)
 
     def order(self, verb: Verb, **arguments: Any) -> None:
-        """Have the scheduler do `verb`, and do not wait for a reply."""
+        """Have the scheduler do `verb` without waiting for a reply."""
         if self._closed is None:
             self._transmit(RpcRequest(NO_REPLY, verb, arguments))
 
@@ -85,7 +85,7 @@ class SchedulerClient:
         return msgspec.convert(answer.value, kind)
 
     def handle_message(self, message: Heartbeat | RpcReply) -> None:
-        """Take in a message of the scheduler."""
+        """Handle a message of the scheduler."""
         if isinstance(message, Heartbeat):
             self.heartbeat = message
             return
@@ -109,7 +109,7 @@ class SchedulerClient:
         return f"{beat.doing}, {beat.steps} steps done, queue {beat.counters}" if beat is not None else "nothing"
 
     def close(self, error: TokenyardError) -> None:
-        """The scheduler is gone: open calls end with `error`, as do later ones."""
+        """Handle the end of the scheduler: open and later calls raise `error`."""
         self._closed = error
         for reply in self._calls.values():
             if not reply.done():

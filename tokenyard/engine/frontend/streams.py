@@ -101,7 +101,7 @@ class Stream:
         return first
 
     def _begin(self, delta: OutputDelta) -> None:
-        """The first tokens of an answer are here."""
+        """Record the first tokens of an answer."""
         now = time.monotonic_ns()
         if not self.first and self.place is not None:
             self.place.first_token(now / NS_PER_S if delta.finish is None else None)
@@ -109,8 +109,8 @@ class Stream:
         self.first[delta.index] = now, delta.cached_tokens
 
     def as_continued(self, delta: OutputDelta) -> OutputDelta:
-        """News of an answer that has changed its scheduler, with the first token's time and the cache hits of the one
-        that began it: those of the later one are of a prompt that it computed again.
+        """Correct a delta of an answer that has moved to another scheduler: time of the first token and cache hits are
+        those of the scheduler that began it, as the later one computed the prompt again.
         """
         if delta.index in self.first:
             first_ns, delta.cached_tokens = self.first[delta.index]
@@ -124,13 +124,13 @@ class Stream:
         return delta
 
     def detach(self) -> None:
-        """The request is at its rank no longer."""
+        """Release the request's assignment to its rank."""
         if self.place is not None:
             self.place.end()
             self.place = None
 
     def fail(self, error: TokenyardError) -> None:
-        """End the stream with an error, at once."""
+        """End the stream with an error immediately."""
         self.error = self.error or error
         self._unread_ends += self._ends_pending()
         self._pending.clear()
@@ -285,11 +285,10 @@ class StreamTable:
             stream.fail(error)
 
     async def deliver(self, batches: Sequence[TextBatch]) -> list[Stream]:
-        """Hand the news of messages to their streams; return the streams that failed over them.
+        """Deliver the deltas of messages to their streams; return the streams that failed.
 
-        Readers, and whatever else waits for the event loop, have their turn in between, a few at a time: writing out a
-        step of a thousand streams in one go would hold up a probe for tens of milliseconds. Where several messages
-        have come, readers get the news of all of them as one.
+        It wakes a few readers at a time and yields to the event loop in between, so that a step of a thousand streams
+        does not delay a health probe. Readers get the deltas of several messages merged.
         """
         failed: list[Stream] = []
         for behind, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
@@ -351,6 +350,6 @@ class StreamTable:
 
 
 def _end(stream: Stream, finish: Finish) -> OutputDelta:
-    """The end of an answer that has no other news."""
+    """A delta that only ends an answer."""
     index = finish.number - stream.number
     return OutputDelta(index, "", [], stream.prompt_tokens, finish.completion_tokens, finish.cached_tokens, finish)

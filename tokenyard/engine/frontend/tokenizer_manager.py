@@ -1,4 +1,4 @@
-"""The engine's front in the API process: text to token ids on the way in, deltas of text on the way out."""
+"""The engine's front end in the API process: text to token ids for requests, deltas of text for answers."""
 
 import logging
 import math
@@ -43,12 +43,15 @@ SNAPSHOT_TIMEOUT_S = 2.0
 
 
 class TokenizerManager:
-    """Makes requests of what clients ask for, hands out their answers, and steers the engine. Used from one event loop.
+    """Submits requests, delivers their answers, and controls the engine. Used from one event loop.
 
-    A request goes out by `Dispatcher`; `outputs` takes in what the engine's processes say of it; `failover` is told
-    which of them run and which have ended. `tokenizer` is None where the engine takes and gives token ids only.
-    `assembler` is given where token ids become text in this process, `records` where paused requests outlive the
-    engine. `on_engine_dead` and `on_detokenizer_silent` are those of `Failover`.
+    SGLang's `TokenizerManager`, vLLM's `AsyncLLM`. `Dispatcher` sends requests, `outputs` handles the messages of the
+    engine's processes, and `failover` is notified when they start and end.
+
+    tokenizer: None if the engine accepts and returns token ids only.
+    assembler: set if token ids become text in this process.
+    records: set if paused requests outlive the engine.
+    on_engine_dead, on_detokenizer_silent: see `Failover`.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class TokenizerManager:
 
     @property
     def response_template(self) -> Any:
-        """What the checkpoint itself says of how the model writes, None where it does not."""
+        """The checkpoint's own description of the model's output format; None without one."""
         return self._template.response_template
 
     @property

@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1
 STDIN = 0
 MODEL_NICE = 5
 MAX_FRAMES_PER_POLL = 256
-"""More wait for the next turn, so that a flood of requests cannot hold up the running ones."""
+"""Most frames per poll, so that a flood of requests cannot delay the running ones."""
 
 LIBRARY_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "2000",
@@ -59,7 +59,7 @@ def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoR
     """
     setproctitle.setproctitle(f"tokenyard: {title}")
     report_fd = int(sys.argv[1])
-    # Ending is the parent's business: it drains open requests after a signal that reaches the whole group.
+    # The parent handles the signal, which reaches the whole group: it drains open requests first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Shows where a process hangs or dies whose Python cannot say so any more.
@@ -93,7 +93,7 @@ def _read_line(fd: int) -> bytes:
 
 
 def yield_cores() -> None:
-    """Have all threads of this process give way to the rest of the server; does nothing but on Linux.
+    """Lower the priority of all threads of this process below the rest of the server; only on Linux.
 
     A model that computes on the CPU would otherwise keep probes and streams waiting for a core.
     """
@@ -105,7 +105,7 @@ def yield_cores() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, even if it hangs; does nothing but on Linux."""
+    """Have the kernel kill this process when its parent ends, even if it hangs; only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

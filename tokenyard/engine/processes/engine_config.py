@@ -80,8 +80,11 @@ class KvStoreConfig:
 class NodesConfig:
     """A model over several machines.
 
-    count: how many, this one is number `number`. host, port: where node 0 waits for the others. secret: they must share
-    it. timeout_s: how long they wait for each other.
+    count: number of machines (SGLang's `nnodes`).
+    number: index of this machine (SGLang's `node_rank`).
+    host, port: where node 0 waits for the others.
+    secret: shared by all machines.
+    timeout_s: how long they wait for each other, in seconds.
     """
 
     count: int = 1
@@ -199,8 +202,8 @@ class EngineConfig:
 class ChildTask(msgspec.Struct):
     """What a child process reads from its standard input as one line of JSON.
 
-    rank, source: of a scheduler: which of the engine's ranks it is, and a number that no other process of this engine
-    has had. policy_note: what people should know about its policy.
+    rank, source: of a scheduler: its data-parallel rank, and a number that no other process of this engine has had.
+    policy_note: a remark on its policy for users.
     """
 
     config: EngineConfig
@@ -214,8 +217,10 @@ class ChildTask(msgspec.Struct):
 class ChildReport(msgspec.Struct):
     """What a child process answers, as lines of JSON: that it is ready, or why it cannot be or go on.
 
-    wrong_settings: whether the failure is one of settings or files, which its text names. culprit: the user code that
-    does not return, "" for none.
+    failure: why it cannot start or go on; "" if it is ready.
+    wrong_settings: whether settings or files cause the failure, which its text names.
+    culprit: the user code that does not return; "" for none.
+    info: what a scheduler reports about its model.
     """
 
     failure: str = ""

@@ -1,4 +1,4 @@
-"""An engine without other processes: its event loop in a thread of this one, its front on the running event loop."""
+"""An engine in one process: its scheduler loop in a thread, its front end on the running event loop."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class QueuePort:
-    """The event loop's messages as a queue within this process; it is also the way there, as a `Link`.
+    """A queue of messages to the scheduler loop within this process; also its `ProcessLink`.
 
-    `deliver` takes what the scheduler says; it is called on the event loop's thread.
+    `deliver` gets the scheduler's messages; it is called on the scheduler loop's thread.
     """
 
     def __init__(self, deliver: Callable[[FromScheduler], None]) -> None:
@@ -35,11 +35,11 @@ class QueuePort:
         self._inbox.put(message)
 
     def stop(self) -> None:
-        """Have the event loop end."""
+        """Make the scheduler loop end."""
         self._inbox.put(None)
 
     def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
-        """Messages that have come, waiting up to `timeout_ns` for the first; None means stop."""
+        """Return the received messages, waiting up to `timeout_ns` for the first; None means stop."""
         messages: list[ToScheduler] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -51,7 +51,7 @@ class QueuePort:
         return messages
 
     def connect(self, source: int) -> Transmit:
-        """The way to the scheduler; there is one."""
+        """Return the function that sends to the only scheduler."""
         return self.put
 
     def disconnect(self, source: int) -> None:

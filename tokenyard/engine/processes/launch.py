@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 SILENCE_CHECK_INTERVAL_S = 0.5
 SILENT_TIMES = 3
 SILENCE_GRACE_S = 2.0
-"""How much later than the watchdog inside the scheduler's process we act, which knows better what went wrong."""
+"""Seconds that the watchdog inside the scheduler's process, which can report the cause, gets before a kill."""
 
 DETOKENIZER_TIMEOUT_S = 10.0
-"""How long the detokenizer may be silent, whose work is short whatever the model is; less with a shorter watchdog."""
+"""Longest silence of the detokenizer, whose steps are short for any model; less with a shorter watchdog."""
 
 DETOKENIZER_QUIET_S = 2.5 * HEARTBEAT_INTERVAL_S
-"""While the detokenizer is silent for so long, nothing can be said of schedulers: it is the way of their heartbeats."""
+"""After this silence of the detokenizer the state of schedulers is unknown: it forwards their heartbeats."""
 
 
 @asynccontextmanager
@@ -91,7 +91,7 @@ async def start_adapters(manager: TokenizerManager, config: EngineConfig) -> Non
 
 
 def _warn_of_unknown_tokens(tokenizer: Tokenizer | None, info: ExecutorInfo) -> None:
-    """Log it if a tokenizer has tokens that its model does not know; texts with such a token are refused."""
+    """Warn if a tokenizer has tokens that its model does not know; texts with such a token are refused."""
     if tokenizer is not None and tokenizer.get_vocab_size() > info.vocab_size:
         logger.warning(
             "the tokenizer has %d tokens, the model %d: do they belong together?",
@@ -101,9 +101,9 @@ def _warn_of_unknown_tokens(tokenizer: Tokenizer | None, info: ExecutorInfo) -> 
 
 
 async def _kill_when_silent(manager: TokenizerManager, supervisor: Supervisor, timeout_s: float) -> None:
-    """End processes whose heartbeats stay away: one that is stalled altogether has no watchdog either.
+    """Kill processes that send no heartbeats: in a process that is stalled as a whole, the watchdog is stalled too.
 
-    Nothing is heard of schedulers while the detokenizer is stalled, so that it is looked at first.
+    The detokenizer forwards the heartbeats of schedulers, so it is checked first.
     """
     times_silent: Counter[int] = Counter()
     times_text_silent = 0

@@ -23,7 +23,7 @@ from tokenyard.engine.processes.messages import Fence, ToApi, ToScheduler
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[ToApi, int], None]
-"""Takes in a message and the number of the scheduler process that it comes from."""
+"""Handles a message and the number of the scheduler process that sent it."""
 
 
 class SocketLink:
@@ -53,17 +53,17 @@ class SocketLink:
         return transmit
 
     def disconnect(self, source: int) -> None:
-        """The process has ended: drop what is on its way there."""
+        """Drop the messages queued for a process that has ended."""
         self._outboxes.pop(source).close(linger=0)
 
     def fence(self, fence: Fence) -> None:
-        """Have the detokenizer listen no more to a scheduler process that has ended."""
+        """Make the detokenizer ignore a scheduler process that has ended."""
         if self._to_detokenizer is None:
             self._to_detokenizer = push_socket(self._context, self._endpoints.detokenizer)
         self._to_detokenizer.send(TO_DETOKENIZER.encode(fence))
 
     def reset_detokenizer(self) -> None:
-        """The detokenizer has ended: drop what is on its way there."""
+        """Drop the messages queued for a detokenizer that has ended."""
         if self._to_detokenizer is not None:
             self._to_detokenizer.close(linger=0)
             self._to_detokenizer = None
@@ -74,13 +74,13 @@ class SocketLink:
         self._context.destroy(linger=0)
 
     def _read(self) -> None:
-        """Take in all that the socket holds: its descriptor tells of new messages only once none is left."""
+        """Read all messages: the socket's descriptor signals new ones only after the last is read."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._take(self._inbox.recv(zmq.NOBLOCK))
 
     def _take(self, frame: bytes) -> None:
-        """Take in one message; whatever goes wrong with it costs that one only."""
+        """Handle one message; an error is logged and affects this message only."""
         try:
             self._receive(*TO_API.decode(frame))
         except ProtocolError as error:

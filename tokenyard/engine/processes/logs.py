@@ -38,8 +38,8 @@ class JsonFormatter(logging.Formatter):
 def set_up_logging(level: str, form: str) -> None:
     """Log to standard error as `[date time] message`, or as JSON lines.
 
-    Warnings of Python and exceptions that nobody caught come as such lines, too. What the interpreter itself writes
-    when it crashes (stacks of all threads) can only be text.
+    Python warnings and uncaught exceptions are logged in the same form. The stacks that the interpreter prints when it
+    crashes are always text.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())

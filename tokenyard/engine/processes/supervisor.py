@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 RENDEZVOUS_NAME = "ranks"
-"""The socket, in the engine's folder, by which ranks find each other that compute together."""
+"""Socket in the engine's folder by which ranks that compute together find each other."""
 
 STOP_MESSAGE = b"stop\n"
 MAX_REPORT_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class Listener(Protocol):
         """
 
     def rank_abandoned(self, rank: int) -> None:
-        """The rank is out for good, others are left."""
+        """The rank is abandoned; others are left."""
 
     def detokenizer_lost(self) -> None:
         """The detokenizer has ended; it is started again, and all schedulers with it."""
@@ -69,8 +69,12 @@ class Listener(Protocol):
 class Child:
     """A child process and the connection on which it reports that it is ready or why it ends.
 
-    rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not.
-    restarted_with_detokenizer: whether that was because the detokenizer ended. culprit: as in its last report.
+    name: of the process, for logs.
+    process: the process; its standard input carries the message to stop.
+    rank, source: of a scheduler, as in `ChildTask`.
+    silent: why the supervisor killed it; "" if it did not.
+    restarted_with_detokenizer: whether that was because the detokenizer ended.
+    culprit: as in its last report.
     """
 
     name: str
@@ -134,10 +138,10 @@ class Supervisor:
         self._detokenizer_up.set()
 
     async def start(self) -> ExecutorInfo:
-        """Start all children and return what a scheduler says of its model, when all are ready.
+        """Start all children, wait until they are ready, and return the executor info of a scheduler.
 
-        Raises EngineDeadError with the reason of the first child that fails, or ConfigError where the settings are at
-        fault; all others are stopped then.
+        Raises EngineDeadError with the reason of the first child that fails, or ConfigError if the settings are wrong;
+        the other children are stopped then.
         """
         try:
             for rank in range(self._config.ranks):
@@ -146,7 +150,7 @@ class Supervisor:
                 await self._spawn("detokenizer")
             reports = await asyncio.gather(*(child.ready() for child in self._children.values()))
         except BaseException:
-            # A process that still loads does not look for the word to stop, and has nothing to lose.
+            # A process that is still loading does not read the message to stop, and has nothing to lose.
             for child in self._children.values():
                 child.kill()
             await self.stop()
@@ -156,7 +160,7 @@ class Supervisor:
         return info
 
     def watch(self, listener: Listener) -> None:
-        """From now on, tell `listener` when children start and end, first which schedulers run."""
+        """Notify `listener` of the schedulers that run, and from now on when children start and end."""
         self._listener = listener
         for child in self._children.values():
             is_scheduler = child.name == "scheduler"
@@ -228,9 +232,7 @@ class Supervisor:
         return child
 
     async def _watch_detokenizer(self, child: Child) -> None:
-        """Wait for the end of the detokenizer and start it again, and all schedulers with it: part of what they said is
-        lost.
-        """
+        """Wait for the end of the detokenizer, then restart it and all schedulers, as part of their output is lost."""
         assert self._listener is not None
         tries, clock = iter(RESTART_PAUSES_S), asyncio.get_running_loop().time
         while True:

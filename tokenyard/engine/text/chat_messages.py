@@ -13,11 +13,11 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class TemplateFeatures:
-    """In which form a template wants what messages hold.
+    """The form in which a template expects messages.
 
-    parts: content that is a list of parts stays one, in place of their joined text. null_content: a message that only
-    calls tools has the content null, in place of "". json_arguments: those of a call are JSON text, in place of an
-    object.
+    parts: content that is a list of parts stays a list, instead of their joined text.
+    null_content: a message that only calls tools has content null, instead of "".
+    json_arguments: arguments of a call are JSON text, instead of an object.
     """
 
     parts: bool = False
@@ -50,7 +50,7 @@ def _names_of_content(tree: nodes.Template) -> set[str]:
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression is a message's content, perhaps filtered, or one of `names` that stand for it."""
+    """Whether an expression is a message's content, perhaps filtered, or one of `names` that alias it."""
     node = _unfiltered(node)
     return _field(node) == "content" or (isinstance(node, nodes.Name) and node.name in names)
 
@@ -98,7 +98,7 @@ def _ready_message(message: Message, wants: TemplateFeatures) -> Message:
 
 
 def _ready_call(call: Any, wants: TemplateFeatures) -> Any:
-    """A tool call with its arguments in the form that is wanted; clients should send JSON text, some send objects."""
+    """A tool call with arguments in the expected form; clients should send JSON text, some send objects."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or "arguments" not in function:
         return call

@@ -29,7 +29,7 @@ from tokenyard.engine.text.tokenizer_files import special_tokens
 logger = logging.getLogger(__name__)
 
 MARK = "<<the last message ends here>> "
-"""Ends with a space, which tells whether the template trims content."""
+"""Ends with a space, which shows whether the template trims content."""
 
 MAX_PROMPT_CHARS = 64_000_000
 RENDER_TIMEOUT_S = 10.0
@@ -45,7 +45,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
     def parse(self, parser: Parser) -> Node:
-        """Return the body as a block of its own: what it sets stays inside, as with transformers."""
+        """Return the body as a separate block: variables set in it stay local, as in transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
@@ -172,7 +172,7 @@ def _marked(messages: list[Message]) -> list[Message]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Cut a prompt at the mark; a template that trims content trims the spaces that stood before the mark too."""
+    """Cut a prompt at the mark; a template that trims content also trims the spaces before the mark."""
     at = text.rfind(MARK.strip())
     if at < 0:
         raise InvalidRequestError("the chat template leaves no last message to continue", param="messages")
@@ -225,10 +225,10 @@ async def render_with_timeout(
 
 
 def load_chat_template(folder: Path, override: str = "") -> ChatTemplate:
-    """Load a model's templates: the file `override`, else those that lie beside its tokenizer.
+    """Load a model's templates: the file `override`, else those next to its tokenizer.
 
     There, chat_template.jinja and additional_chat_templates/NAME.jinja go before tokenizer_config.json, and that before
-    chat_template.json. A model may have none; rendering then says so. Raises ConfigError for files that are missing
+    chat_template.json. A model may have none; rendering then raises. Raises ConfigError for files that are missing
     or broken.
     """
     config = read_json(folder / "tokenizer_config.json")

@@ -1,4 +1,4 @@
-"""Text to token ids off the event loop, with a bound on how much of it is worked on at a time.
+"""Text to token ids off the event loop, with a bound on the bytes that are tokenized at a time.
 
 Tokenizing takes about a hundred bytes of memory and two microseconds for each byte of text. The library holds the
 interpreter's lock while it encodes one text, and releases it only in its batch calls.
@@ -28,7 +28,7 @@ PIECE_SLACK = 1.1
 
 MIN_LONGEST_TOKEN_BYTES = 32
 MIN_COUNTED_BYTES = 1_000_000
-"""What is only counted may be so long, whatever the model's context is."""
+"""Texts of up to this size are accepted for counting, whatever the model's context is."""
 
 BYTES_AT_A_TIME = 4_000_000
 MAX_TOKENIZER_THREADS = 4
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def max_token_bytes(tokenizer: Tokenizer) -> int:
-    """The most bytes of text that one token of the vocabulary stands for; at least `MIN_LONGEST_TOKEN_BYTES`.
+    """The most bytes of text in one token of the vocabulary; at least `MIN_LONGEST_TOKEN_BYTES`.
 
     A byte-level vocabulary writes each byte as one character; others write a space as U+2581.
     """
@@ -48,7 +48,7 @@ def max_token_bytes(tokenizer: Tokenizer) -> int:
 
 
 class ByteSemaphore:
-    """Room for a number of bytes. Callers wait until there is enough, in order of their calls. For one event loop."""
+    """A semaphore over a number of bytes. Callers wait in order of their calls. For one event loop."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -72,7 +72,7 @@ class ByteSemaphore:
         return size
 
     def give(self, size: int) -> None:
-        """Give room back, and let waiting callers in."""
+        """Release bytes and wake waiting callers."""
         self.free += size
         while self._waiting and (self._waiting[0][0] <= self.free or self._waiting[0][1].done()):
             size, place = self._waiting.popleft()
@@ -82,7 +82,7 @@ class ByteSemaphore:
 
 
 class _TokenizeTask:
-    """One text on its way through a thread; `abandoned` tells the thread that the result is not wanted any more."""
+    """One text that a thread tokenizes; `abandoned` makes the thread stop, as its result is no longer needed."""
 
     def __init__(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -114,8 +114,8 @@ class _TokenizeTask:
 class PromptTokenizer:
     """Tokenizes prompts of up to `max_prompt_tokens` tokens.
 
-    `max_bytes` is the most bytes that so many tokens can stand for. Longer texts are refused without tokenizing
-    them, also where the tokenizer would leave parts out, such as spaces.
+    `max_bytes` is the most bytes of text that `max_prompt_tokens` tokens can hold. Longer texts are refused without
+    tokenizing them, also if the tokenizer would drop parts such as spaces.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_prompt_tokens: int) -> None:
@@ -133,7 +133,7 @@ class PromptTokenizer:
 
         Raises InvalidRequestError without a tokenizer, and ContextLengthError for a text that surely has more than
         `max_prompt_tokens`, after the work for little more than these. With `allow_too_long` texts of up to
-        `MIN_COUNTED_BYTES` are taken in any case.
+        `MIN_COUNTED_BYTES` are always accepted.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -146,7 +146,7 @@ class PromptTokenizer:
             raise self._too_long(size)
         job = _TokenizeTask(tokenizer, text, add_special_tokens)
         counts_first = size > COUNTED_BYTES_PER_TOKEN * self.max_prompt_tokens and not allow_too_long
-        # A piece at a time is in memory.
+        # Only one piece at a time is in memory.
         if counts_first and await self._run(job, PIECE_CHARS, lambda: job.exceeds(self.max_prompt_tokens)):
             raise self._too_long(size)
         return np.array(await self._run(job, size, job.ids), dtype=np.int32)
@@ -159,7 +159,7 @@ class PromptTokenizer:
         )
 
     async def _run(self, job: _TokenizeTask, size: int, work: Callable[[], T]) -> T:
-        """Work in a thread; the room is given back when the thread is done, also if the caller has gone by then."""
+        """Run `work` in a thread; the bytes are released when the thread is done, even if the caller was cancelled."""
         taken = await self._room.take(size)
         done = asyncio.get_running_loop().run_in_executor(self._pool, work)
         done.add_done_callback(lambda _: self._room.give(taken))

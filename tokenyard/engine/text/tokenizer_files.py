@@ -1,4 +1,4 @@
-"""Tokenizers as they lie beside a model, set up as HF transformers sets them up."""
+"""Loads the tokenizer files of a model folder, with the same setup as HF transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,16 @@ def token_text(value: Any) -> str:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The text of each special token that the files beside a tokenizer name, such as eos_token. Raises ConfigError."""
+    """The text of each special token in a folder's config files, such as eos_token. Raises ConfigError."""
     found = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
     return {name: text for name in found if name.endswith("_token") and (text := token_text(found[name]))}
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load tokenizer.json from a folder, or that file, with what tokenizer_config.json beside it says.
+    """Load tokenizer.json from a folder, or that file, with the settings of the tokenizer_config.json next to it.
 
-    Padding and truncation that were saved with a tokenizer are switched off: they would change prompts in silence.
-    Raises ConfigError where there is none or it is broken.
+    Padding and truncation that were saved with a tokenizer are disabled: they would change prompts silently. Raises
+    ConfigError if there is none or it is broken.
     """
     file = Path(path)
     if file.is_dir():
@@ -53,7 +53,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     """Declare the added tokens of a config, and mark its special ones, which answers leave out.
 
-    Tokens without a place in the vocabulary are left alone, as no model knows them.
+    Tokens that are not in the vocabulary are ignored, as no model knows them.
     """
     listed = config.get("added_tokens_decoder")
     entries = {int(key): entry for key, entry in listed.items() if key.isdecimal()} if isinstance(listed, dict) else {}
@@ -70,7 +70,7 @@ def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
 
 
 def _frame(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Put the marks around every text that the config asks for with add_bos_token and add_eos_token."""
+    """Add the BOS and EOS tokens that the config asks for with add_bos_token and add_eos_token."""
     parts, marks = [], []
     for name, part in (("bos", None), ("", "$A"), ("eos", None)):
         text = token_text(config.get(f"{name}_token"))
