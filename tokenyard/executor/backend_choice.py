@@ -1,4 +1,4 @@
-"""Which backends compute a model, and why."""
+"""Chooses the backends that compute a model."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -39,11 +39,15 @@ MAX_INT8_INPUTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """What computes a model. engine: the native kernels, None where nothing asks for them or they cannot serve.
-    native_model: whether they run whole steps, and not only attend between torch's layers. int8: whether they round
-    weights and inputs of products to bytes. kernels: what computes the steps, for people. triton: whether Triton
-    kernels serve torch's layers: they choose tokens, compute norms and rotations, and attend, unless `flashinfer` does.
-    deterministic: whether a token's result must be the same bit for bit under every schedule.
+    """What computes a model.
+
+    engine: the native kernels; None where they are not used.
+    native_model: whether the native kernels run whole steps; if False they only serve torch's layers.
+    kernels: a description of the kernels for logs and error messages.
+    int8: whether the native kernels quantize weights and inputs of products to 8 bits.
+    triton: whether Triton kernels sample, compute norms and rotations, and attend unless `flashinfer` is set.
+    flashinfer: whether the package flashinfer attends.
+    deterministic: whether a token's result is the same bit for bit under every schedule.
     """
 
     engine: NativeRuntime | None
@@ -66,10 +70,12 @@ def choose_backends(
     *,
     deterministic: bool = False,
 ) -> BackendChoice:
-    """Choose by the settings of the same names; auto takes native kernels where they can serve, and Triton's on CUDA.
+    """Choose backends by the settings of the same names. `auto` takes Triton on CUDA, else native kernels if they work.
 
-    threads: of the native kernels, 0 to let them choose. Raises ConfigError for an unknown name, and where native
-    kernels are asked for by name, by quantization int8 or by `deterministic`, and cannot serve.
+    threads: threads of the native kernels; 0 lets them choose.
+
+    Raises ConfigError for an unknown name, for a backend that is named but cannot be used, and for quantization int8
+    or `deterministic` without a native model.
     """
     for name, value, known in (
         ("model_impl", model_impl, MODEL_IMPLS),
@@ -109,7 +115,7 @@ def _choose(
         if "native" in (model_impl, attention_backend):
             raise ConfigError(f"native kernels cannot be used: {reason}")
         return BackendChoice(None, False, f"torch ({reason})")
-    # Whoever names an attention backend wants the layers that ask for one.
+    # Only torch layers take an attention backend, so naming one selects them.
     native_model = model_impl == "native" or (model_impl == "auto" and attention_backend == "auto")
     if native_model and attention_backend == "gather":
         raise ConfigError("model_impl native attends by itself; attention_backend gather needs model_impl torch")
@@ -121,7 +127,7 @@ def _choose(
 
 
 def _triton(model_impl: str, attention_backend: str, config: ModelConfig, device: torch.device) -> BackendChoice:
-    """Triton's kernels between torch's layers where they can serve, else torch alone; by name they must."""
+    """Torch's layers with Triton kernels where possible, else torch alone. Raises ConfigError if Triton is named."""
     reason = triton_why_not(device, config.head_dim)
     if model_impl == "native":
         reason = "model_impl native attends by itself; attention_backend triton needs model_impl torch"
@@ -134,7 +140,7 @@ def _triton(model_impl: str, attention_backend: str, config: ModelConfig, device
 
 
 def _flashinfer(model_impl: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> BackendChoice:
-    """Attention by the package flashinfer between torch's layers, with Triton's other kernels where they can serve."""
+    """Torch's layers with attention by the package flashinfer, and Triton's other kernels where they can be used."""
     reason = flashinfer_why_not(device, dtype, config)
     if model_impl == "native":
         reason = "model_impl native attends by itself; attention_backend flashinfer needs model_impl torch"
@@ -148,7 +154,7 @@ def _flashinfer(model_impl: str, config: ModelConfig, dtype: torch.dtype, device
 def _native_engine(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, threads: int
 ) -> tuple[NativeRuntime | None, str]:
-    """Return the native kernels, or None and why they cannot serve."""
+    """Return the native kernels and "", or None and why they cannot be used."""
     reason = why_not(dtype, config.head_dim, device)
     if reason:
         return None, reason
@@ -168,8 +174,9 @@ def load_layers(
     context_length: int,
     tp_comm: TensorParallelComm | None = None,
 ) -> Decoder | NativeDecoder:
-    """Take a model's weights, as the choice wants them; `tp_comm`: see Decoder. Raises ConfigError if one is missing or
-    misshapen.
+    """Load a model's weights into the layers of the chosen backend. tp_comm: see Decoder.
+
+    Raises ConfigError if a tensor is missing or has the wrong shape.
     """
     if choice.engine is not None and choice.native_model:
         return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8)
@@ -178,7 +185,7 @@ def load_layers(
 
 
 def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvPool, pages: PageTable) -> ModelBackend:
-    """Put the chosen backend together over a KV pool and its page table."""
+    """Make the chosen backend over a KV pool and its page table."""
     if isinstance(layers, NativeDecoder):
         return NativeModel(layers, pool, pages, fixed_order=choice.deterministic)
     if choice.triton or choice.flashinfer:
@@ -199,7 +206,7 @@ def _on_a_gpu(choice: BackendChoice, layers: Decoder, pool: KvPool, pages: PageT
     def attend(pool: KvPool, pages: PageTable, spec: AttentionSpec) -> FusedKvWriteAttention:
         if choice.flashinfer:
             return FlashInferAttention(pool, pages, spec, layers.config.num_heads)
-        # Here, because the package triton is not installed everywhere, and takes a second to import.
+        # Imported here because the package triton is optional and slow to import.
         from tokenyard.executor.attention.triton.backend import TritonAttention
 
         return TritonAttention(pool, pages, spec, layers.config.num_heads)
@@ -214,7 +221,7 @@ def _on_a_gpu(choice: BackendChoice, layers: Decoder, pool: KvPool, pages: PageT
 
 
 def make_sampling_backend(choice: BackendChoice, config: ModelConfig) -> SamplingBackend | None:
-    """Return what chooses tokens by the kernels of a choice, None where torch does."""
+    """Return the sampling kernels of a choice; None where torch samples."""
     if choice.triton:
         from tokenyard.executor.attention.triton.sampling_kernels import TritonSamplingBackend
 

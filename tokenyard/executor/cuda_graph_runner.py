@@ -1,8 +1,8 @@
-"""Decode steps that are recorded at the start, one for each batch size, and played back: CUDA graphs.
+"""CUDA graphs: decode steps are captured at startup, one for each batch size, and replayed.
 
 A step of a small model is hundreds of short kernels, and the host takes longer to launch them than the device to run
-them. A recorded step is one launch. It reads and writes the memory that it was recorded with: inputs are copied there,
-and a batch between two recorded sizes is filled up with rows that write to page 0, which is nobody's.
+them. A captured step is one launch. It reads and writes the memory that it was captured with: inputs are copied there,
+and a batch between two captured sizes is padded with rows that write to page 0, which no request owns.
 """
 
 import logging
@@ -21,31 +21,32 @@ from tokenyard.executor.models.model_backend import TorchModel
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_CAPTURE_BS = 256
-"""The largest batch that is recorded if nothing else is said."""
+"""The largest batch size that is captured by default."""
 
 GraphCapturer = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes work on tensors that stay where they are, and returns what does the same work again."""
+"""Captures work on tensors at fixed addresses, and returns a function that replays it."""
 
 
 def capture_batch_sizes(largest: int) -> list[int]:
-    """Return the batch sizes that are recorded, rising: 1, 2, 4, then steps of 8, 16 and 32, and `largest` itself.
+    """Return the batch sizes to capture, rising: 1, 2, 4, then steps of 8, 16 and 32, and `largest` itself.
 
-    So less than half of a batch is rows that fill it up, and less than a fifth from 40 rows on.
+    So less than half of a batch is padding, and less than a fifth from 40 rows on.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 32)]
     return [*(size for size in sizes if size < largest), largest]
 
 
 class CudaGraphRunner:
-    """A ModelBackend that plays recorded steps back for decodes, and has all other steps computed as ever.
+    """A ModelBackend that replays captured steps for decodes, and runs all other steps eagerly. SGLang's
+    CudaGraphRunner.
 
-    Attention must do nothing on the host that depends on lengths when all rows decode (TritonAttention does not).
+    When all rows decode, attention must do nothing on the host that depends on lengths (TritonAttention does not).
     """
 
     def __init__(
         self, model: TorchModel, config: ModelConfig, largest: int, device: torch.device, record: GraphCapturer
     ) -> None:
-        """Record steps of up to `largest` rows. Raises ConfigError where there is no memory for them."""
+        """Capture steps of up to `largest` rows. Raises ConfigError if memory runs out."""
         self._model = model
         self._sizes = capture_batch_sizes(largest)
         self._columns = torch.zeros(4, largest, dtype=torch.int64, device=device)
@@ -54,7 +55,7 @@ class CudaGraphRunner:
         self._hidden = torch.empty(0)
         self._plays: dict[int, Callable[[], None]] = {}
         begin_s = time.perf_counter()
-        # From large to small: what the largest needs serves all others.
+        # From large to small, so that smaller graphs reuse the memory of the largest.
         for done, size in enumerate(reversed(self._sizes)):
             logger.info("recording decode steps: batch size %d, %d of %d", size, done + 1, len(self._sizes))
             try:
@@ -74,7 +75,7 @@ class CudaGraphRunner:
         rows = len(batch.counts)
         inputs = [batch.token_ids, batch.positions, batch.slots, batch.pool_rows]
         torch._foreach_copy_(list(self._columns[:, :rows].unbind()), inputs)
-        # What is left there of a larger batch would be written to slots that others own by now.
+        # Inputs left over from a larger batch would write to slots that other rows own now.
         self._columns[:, rows:size].zero_()
         self._plays[size]()
         self._model.states = self._hidden[:rows]
@@ -89,7 +90,7 @@ class CudaGraphRunner:
         return self._model.hidden(first, last)
 
     def size_for(self, batch: ForwardBatch) -> int:
-        """Return the recorded size that a batch is filled up to; 0 if it must be computed as ever."""
+        """Return the captured size that a batch is padded to; 0 if the batch runs eagerly."""
         rows = len(batch.counts)
         if batch.decode_rows != rows or len(batch.logit_tokens) != rows or not 0 < rows <= self._sizes[-1]:
             return 0
@@ -109,7 +110,7 @@ class CudaGraphRunner:
             if not len(self._hidden):
                 rows = len(self._numbers)
                 self._hidden = logits.new_zeros(rows, self._model.states.shape[1], dtype=self._model.states.dtype)
-            # Every size leaves its results in one place, so that none needs such memory of its own.
+            # All sizes write their results to the same memory, so that no graph keeps its own copy.
             self._logits[:size].copy_(logits)
             self._hidden[:size].copy_(self._model.states)
 
@@ -117,15 +118,15 @@ class CudaGraphRunner:
 
 
 class CudaGraphCapturer:
-    """A Recorder by CUDA graphs, which share their memory: only one of them runs at a time."""
+    """A GraphCapturer by CUDA graphs. They share one memory pool, because only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory: Any = None
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record work; see Recorder."""
-        # First as ever: kernels are compiled and libraries take their memory at the first call, and not in a graph.
+        """Capture work; see GraphCapturer."""
+        # Run eagerly first: kernels compile and libraries allocate at the first call, which a graph must not capture.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -139,8 +140,11 @@ class CudaGraphCapturer:
 
 
 def why_not(config: ModelConfig, device: torch.device, *, triton: bool, divided: bool, adapters: bool) -> str:
-    """Return why steps of a model cannot be recorded, "" if they can. triton: whether Triton's kernels attend. divided:
-    whether there are other ranks to keep up with.
+    """Return why steps of a model cannot be captured, "" if they can.
+
+    triton: whether Triton's kernels attend.
+    divided: whether the model is divided over several ranks.
+    adapters: whether LoRA adapters are enabled.
     """
     reasons = {
         "the device is no CUDA device": device.type != "cuda",
@@ -156,5 +160,5 @@ def why_not(config: ModelConfig, device: torch.device, *, triton: bool, divided:
 def capture_graphs(
     model: TorchModel, config: ModelConfig, sizes: Sequence[int], device: torch.device
 ) -> CudaGraphRunner:
-    """Record a model's decode steps as CUDA graphs, for batches up to the smallest of `sizes`. Raises ConfigError."""
+    """Capture a model's decode steps for batches up to the smallest of `sizes`. Raises ConfigError without memory."""
     return CudaGraphRunner(model, config, min(sizes), device, CudaGraphCapturer(device))

@@ -1,4 +1,4 @@
-"""The order of work on a device: a step's own, and the ways of inputs and results beside the steps around it."""
+"""CUDA streams and events: step timing, and copies of inputs and results that overlap with steps."""
 
 import functools
 import time
@@ -9,7 +9,7 @@ import torch
 
 
 class StepTimer:
-    """Measures how long the device works on a step, and tells when what the step sends to the host has arrived."""
+    """Measures how long the device works on a step, and waits for the step's results to arrive on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cpu = device.type == "cpu"
@@ -19,26 +19,26 @@ class StepTimer:
         self._begin_s = 0.0
 
     def start(self) -> None:
-        """Note the begin of the step's work."""
+        """Record the begin of the step's work."""
         if self._on_cpu:
             self._begin_s = time.perf_counter()
         else:
             self._begin.record()
 
     def stop(self) -> None:
-        """Note its end; a CPU may start and stop several times, and the times add up."""
+        """Record the end of the step's work. On a CPU, several spans of `start` and `stop` add up."""
         if self._on_cpu:
             self._seconds += time.perf_counter() - self._begin_s
         else:
             self._end.record()
 
     def sent(self) -> None:
-        """Note that all the step sends to the host is on its way, on the current stream, which follows the step."""
+        """Record that all copies of the step's results are queued on the current stream, which follows the step."""
         if not self._on_cpu:
             self._arrived.record()
 
     def wait(self) -> float:
-        """Wait until what the step sent has arrived; returns the seconds the device worked."""
+        """Wait until the step's results have arrived; returns the seconds that the device worked."""
         if self._on_cpu:
             return self._seconds
         self._arrived.synchronize()
@@ -46,14 +46,14 @@ class StepTimer:
 
 
 class HostCopies:
-    """The way of results to the host. On CUDA it is a stream of its own, so that the next step does not wait for it."""
+    """Copies results to the host. On CUDA it has its own stream, so that the next step does not wait for the copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _copy_stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Queue what is done within on the stream of copies, behind all that is on the current stream by now."""
+        """Queue the work inside on the copy stream, behind all work that is on the current stream now."""
         if self._stream is None:
             yield
             return
@@ -62,7 +62,7 @@ class HostCopies:
             yield
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host that is there once the queue has come so far; the tensor itself on a CPU."""
+        """Return a copy on the host, valid once the copy stream reaches it; the tensor itself on a CPU."""
         if tensor.device.type == "cpu":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -76,8 +76,8 @@ class HostCopies:
 def uploaded(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of pinned memory on the device; the host waits for nothing.
 
-    On CUDA the copy goes on a stream of its own, beside the step that runs: on the stream of steps it would begin when
-    that step has ended, and the device would are stalled meanwhile. What is queued from now on comes behind the copy.
+    On CUDA the copy has its own stream and overlaps with the running step. On the stream of steps it would begin when
+    that step ends, and the device would idle meanwhile. Work queued after this call waits for the copy.
     """
     stream = _upload_stream(device)
     if stream is None:
@@ -86,7 +86,7 @@ def uploaded(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor = host.to(device, non_blocking=True)
     steps = _current_stream()
     steps.wait_stream(stream)
-    # Its memory belongs to the stream of uploads, which must not use it again before the step has done with it.
+    # The upload stream owns this memory and must not reuse it before the step is done with it.
     tensor.record_stream(steps)
     return tensor
 

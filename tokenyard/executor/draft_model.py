@@ -1,10 +1,9 @@
 """Drafts by a small model (Leviathan et al. 2023; STANDALONE in SGLang, draft_model in vLLM).
 
-The small model has KV of its own in the same slots as the large one, by the same page table, so that prefix hits,
-chunks, retraction and refused drafts move both alike. It computes nothing until a plan verifies drafts of a row: then
-it takes in the tokens that it has not seen, and drafts one token after the other. A token is drafted with the row's own
-temperature and the noise of its position, so that a draft model that agrees with the large one about probabilities
-agrees about draws as well.
+The draft model has its own KV pool, indexed by the same slots and page table as the target model's. So prefix hits,
+chunks, retraction and rejected drafts apply to both. The draft model runs only when a plan verifies drafts of a row:
+it computes the tokens that it has not seen, then drafts one token after the other. A token is drafted with the row's
+temperature and the noise of its position, so that a draft model with the target's probabilities draws the same tokens.
 """
 
 import time
@@ -21,20 +20,26 @@ from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.model_backend import ModelBackend
 
 MAX_CATCH_UP_TOKENS = 1024
-"""Tokens that the draft model takes in at once of what it has not seen."""
+"""The most unseen tokens of a row that the draft model computes in one chunk."""
 
 ANEW_EVERY = 64
-"""A request begins with the rate of those before it, but one in so many with the first guess."""
+"""A new row starts with the overall acceptance rate; one row in this many starts with the default rate instead."""
 
 KEPT = 0.9
-"""What is left of an old time in each step."""
+"""Weight of the old value in a running mean."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row that drafts. ids: its tokens. seen: leading tokens whose KV the draft model has, -1 if that is to be looked
-    up. drafts: those of the step in flight. forced: what the row's grammar forces next, which is drafted without the
-    model; such drafts have a record of their own.
+    """A row that drafts.
+
+    epoch: the epoch of the row's request.
+    ids: the row's tokens.
+    record: acceptance rate of the model's drafts.
+    seen: leading tokens whose KV the draft model has; -1 if that must be looked up.
+    drafts: drafts of the step in flight.
+    forced: tokens that the row's grammar forces next. They are drafted without the model.
+    jump_forward_record: acceptance rate of forced drafts.
     """
 
     epoch: int
@@ -47,22 +52,22 @@ class _Row:
 
 
 class DraftTimes:
-    """How long a draft takes, and a step of the large model: running means, None before the first."""
+    """Running means of the time of a draft and of a step of the target model; None before the first."""
 
     def __init__(self) -> None:
         self._draft_s: float | None = None
         self._step_s: float | None = None
 
     def drafted(self, seconds: float) -> None:
-        """A draft of each row took so long."""
+        """Record the seconds that one draft of each row took."""
         self._draft_s = _mean(self._draft_s, seconds)
 
     def stepped(self, seconds: float) -> None:
-        """A step of the large model took so long, without its drafts."""
+        """Record the seconds that a step of the target model took, without its drafts."""
         self._step_s = _mean(self._step_s, seconds)
 
     def worthwhile(self, chance: float, max_drafts: int) -> int:
-        """How many drafts, each right with this chance if those before it are, give the most tokens per second."""
+        """Return how many drafts give the most tokens per second. chance: of a draft, if those before it are right."""
         if self._draft_s is None or not self._step_s:
             return max_drafts
         share, best, best_rate, expected = self._draft_s / self._step_s, 0, 1.0, 1.0
@@ -78,9 +83,12 @@ def _mean(old: float | None, new: float) -> float:
 
 
 class ModelDrafter:
-    """Drafts up to `max_drafts` tokens for each row, by a model of its own. Rows with log-probabilities have none.
+    """Drafts up to `max_drafts` tokens for each row, by a draft model. Rows with log-probabilities have no drafts.
 
-    pool, pages: the draft model's KV, and the page table of both models. choose: see `Choose`. clock: in seconds.
+    pool: the draft model's KV pool.
+    pages: the page table of both models.
+    choose: see `Choose`.
+    clock: returns seconds.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class ModelDrafter:
         self._drafting_s = 0.0
 
     def take(self, plan: StepPlan) -> None:
-        """Take over the rows that start with a plan, whose page writes are applied."""
+        """Register the rows that start with a plan. The plan's page writes must be applied."""
         for start in plan.row_starts:
             self._rows.pop(start.pool_row, None)
             place = np.flatnonzero(plan.pool_rows == start.pool_row)
@@ -112,7 +120,7 @@ class ModelDrafter:
         for pool_row, column in zip(plan.page_rows.tolist(), plan.page_columns.tolist(), strict=True):
             row = self._rows.get(pool_row)
             if row is not None and column * self._pages.page_size < row.seen:
-                # The tree's pages took the place of the row's own.
+                # Pages of the radix tree replaced the row's own pages.
                 row.seen = -1
         columns = upload((np.repeat(plan.pool_rows, plan.counts), plan.positions), self._device)
         self._valid[self._pages.slots(columns[0], columns[1]).long()] = False
@@ -143,9 +151,9 @@ class ModelDrafter:
     def draft(
         self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float
     ) -> tuple[Int32Array, Int32Array]:
-        """Take in a step's tokens, and say how many drafts are worth their time; see `Drafter`.
+        """Observe a step's tokens and return how many drafts are worth their time; see `Drafter`.
 
-        What a grammar forces is drafted in the model's stead. Other drafts it refuses when they are verified.
+        Tokens that a grammar forces are drafted without the model. Other drafts that it rejects fail verification.
         """
         if plan.chunks_from == len(plan.pool_rows) and plan.chunks_from:
             self._times.stepped(max(seconds - (self._drafting_s if plan.verify_rows else 0.0), 0.0))
@@ -158,7 +166,7 @@ class ModelDrafter:
                 row.record.observe(right, refused)
                 self._overall.observe(right, refused)
             row.ids += run.tolist()
-            # Of refused drafts it has KV that is none of the row's tokens; the last token it has not seen.
+            # KV of rejected drafts does not belong to the row's tokens, and the last token has no KV yet.
             row.seen = min(row.seen, len(row.ids) - 1)
             row.forced, _ = keep_to(pool_row, NO_DRAFTS, self._max_drafts)
             row.drafts = row.forced
@@ -193,7 +201,7 @@ class ModelDrafter:
                 inputs = drafts[places, index : index + 1].tolist()
                 logits = self._compute(pool_rows[places], starts[places] + index + 1, inputs)
         if sum(map(len, runs)) <= 2 * len(runs):
-            # Longer ones say how long it takes to come after, not to draft.
+            # Longer runs measure catching up, not drafting.
             self._times.drafted((self._clock() - began) / drafts.shape[1])
         for pool_row, seen in zip(pool_rows.tolist(), (starts + counts).tolist(), strict=True):
             self._rows[pool_row].seen = seen
@@ -208,7 +216,7 @@ class ModelDrafter:
         return min(row.seen, start)
 
     def _take_in(self, pool_row: int, first: int, start: int) -> int:
-        """Compute a row's tokens from `first` on, up to a few before `start`; returns how far it came."""
+        """Compute a row's tokens from `first` on in full chunks; returns the first position that is left."""
         ids = self._rows[pool_row].ids
         while start - first >= MAX_CATCH_UP_TOKENS:
             chunk = ids[first : first + MAX_CATCH_UP_TOKENS]

@@ -1,9 +1,9 @@
-"""Drafts for speculative decoding: guesses of a row's next tokens, and which of them its samples confirm.
+"""Drafts for speculative decoding: proposals for a row's next tokens, and their verification.
 
 A draft is accepted if the row samples the same token at its position, with the noise of that position, so drafts never
-change an answer. The drafter here is prompt lookup (Saxena 2023; NGRAM in SGLang, ngram in vLLM): what followed the
-last occurrence of the row's latest tokens is likely to follow again. What a client predicts (OpenAI's `prediction`) is
-looked up as well, and where a grammar leaves no choice its tokens are the drafts.
+change an answer. The drafter here is prompt lookup (Saxena 2023; NGRAM in SGLang, ngram in vLLM): the tokens that
+followed an earlier occurrence of the row's latest tokens are likely to follow again. The text that a client predicts
+(OpenAI's `prediction`) is searched as well. Where a grammar forces tokens, these are the drafts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +15,10 @@ import numpy as np
 from tokenyard.base import AcceptanceRate, Int32Array, Int64Array, RowStart, StepPlan
 
 MAX_NGRAM, MIN_NGRAM = 8, 2
-"""How many of the latest tokens must occur before; longer matches come first."""
+"""The longest and the shortest match of the latest tokens with earlier ones; longer matches win."""
 
 MAX_CANDIDATES_CHECKED = 64
-"""Occurrences of the latest tokens that are compared, the latest first, so that no row takes long."""
+"""The most occurrences that are compared for a row, latest first, to bound the time."""
 
 NO_DRAFTS = np.zeros(0, np.int32)
 
@@ -26,11 +26,11 @@ KeepTo = Callable[[int, Int32Array, int], tuple[Int32Array, bool]]
 """Cuts the drafts of a pool row to its grammar: `GrammarRows.drafts`."""
 
 Choose = Callable[[Any, Int32Array, Int64Array], Any]
-"""Chooses tokens by logits, pool rows and positions without a trace: `Sampler.guess`. Logits and tokens are tensors."""
+"""Chooses tokens by logits, pool rows and positions without side effects: `Sampler.guess`."""
 
 
 class DraftingRow(Protocol):
-    """What every drafter keeps of a row: the epoch of its request."""
+    """What every drafter keeps for a row: the epoch of its request."""
 
     epoch: int
 
@@ -39,7 +39,7 @@ Row = TypeVar("Row", bound=DraftingRow)
 
 
 class Drafter(Protocol):
-    """What fills in drafts and judges them."""
+    """Proposes drafts and observes which are accepted."""
 
     def take(self, plan: StepPlan) -> None:
         """Take over the rows that start with a plan, whose page writes are applied."""
@@ -50,18 +50,23 @@ class Drafter(Protocol):
     def draft(
         self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float
     ) -> tuple[Int32Array, Int32Array]:
-        """Take in a step's tokens (int32[sum(accepted)], row after row), which took `seconds`, and say how many drafts
-        each row of the plan has for the next, and their chances in thousandths: int32[n] twice. `keep_to` cuts drafts
-        to grammars, which have taken in these tokens.
+        """Observe a step's tokens and prepare drafts for the next step.
+
+        tokens: int32[sum(accepted)], row after row.
+        accepted: int32[n], tokens of each row of the plan.
+        keep_to: cuts drafts to grammars, which have consumed these tokens already.
+        seconds: how long the step took.
+
+        Returns how many drafts each row has, and their acceptance rates in thousandths: int32[n] twice.
         """
 
 
 class NgramIndex:
-    """The tokens of one row, and what followed when its latest tokens occurred before.
+    """The tokens of one row, indexed by pairs of tokens.
 
-    It knows where each pair of tokens ended last, and of each end where the same pair ended before, so that a token
-    costs the same however long the row is. Plain lists, because numpy lets other threads in, which on a busy machine
-    keep the interpreter for longer than a scan takes.
+    The index holds where each pair of tokens ended last and, for each end, where the same pair ended before. So the
+    cost of a token does not depend on the row's length. It uses plain lists because numpy may release the GIL, and on
+    a busy machine other threads then keep the interpreter for longer than a scan takes.
     """
 
     def __init__(self, ids: Int32Array) -> None:
@@ -74,7 +79,7 @@ class NgramIndex:
         """Add tokens at the end."""
         ids, last, earlier = self._ids, self._last, self._earlier
         for token in tokens:
-            # The pair before a token is known from then on: something follows it.
+            # Index the pair before the token: now something follows it.
             end = len(ids)
             if end >= MIN_NGRAM:
                 pair = ids[end - 2] << 32 | ids[end - 1]
@@ -83,9 +88,9 @@ class NgramIndex:
             ids.append(token)
 
     def propose(self, max_drafts: int) -> Int32Array:
-        """The `max_drafts` tokens that are likely to follow, none if the latest tokens are new.
+        """Return `max_drafts` tokens that are likely to follow, none if the latest tokens have no match.
 
-        The longest match counts, of equally long ones the latest. A match near the end is continued by its own copy.
+        The longest match wins, then the latest. If fewer than `max_drafts` tokens follow a match, they are repeated.
         """
         ids, count = self._ids, len(self._ids)
         if count <= MIN_NGRAM:
@@ -119,8 +124,14 @@ class NgramIndex:
 
 @dataclass(slots=True)
 class _Row:
-    """A row that drafts. `epoch` is the request's, which a result must have to be of this row's answer. `forced`: the
-    row's grammar forces the first of its drafts; such drafts have a record of their own.
+    """A row that drafts.
+
+    epoch: the epoch of the row's request; results of other epochs are ignored.
+    lookup: the index of the row's tokens.
+    drafts: the drafts for the next step.
+    record: acceptance rate of drafts from the lookup.
+    jump_forward_record: acceptance rate of drafts that begin with a token that the grammar forces.
+    forced: whether the row's grammar forces the first of `drafts`.
     """
 
     epoch: int
@@ -131,22 +142,22 @@ class _Row:
     forced: bool = False
 
     def judge(self) -> AcceptanceRate:
-        """The record of drafts such as it has."""
+        """Return the acceptance record that applies to the current drafts."""
         return self.jump_forward_record if self.forced else self.record
 
 
 class NgramDrafter:
-    """Drafts up to `max_drafts` tokens for each row, by prompt lookup. Rows with log-probabilities have none."""
+    """Drafts up to `max_drafts` tokens for each row, by prompt lookup. Rows with log-probabilities have no drafts."""
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
         self._rows: dict[int, _Row] = {}
 
     def take(self, plan: StepPlan) -> None:
-        """Take over the rows that start with a plan."""
+        """Register the rows that start with a plan."""
         for start in plan.row_starts:
             self._rows.pop(start.pool_row, None)
-            # A step of a calibration hands out rows without work; they draft nothing.
+            # A calibration step starts rows without work; they draft nothing.
             place = np.flatnonzero(plan.pool_rows == start.pool_row)
             if start.logprobs is None and len(place):
                 self._rows[start.pool_row] = _Row(int(plan.epochs[place[0]]), NgramIndex(_corpus(start)))
@@ -164,7 +175,7 @@ class NgramDrafter:
     def draft(
         self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float
     ) -> tuple[Int32Array, Int32Array]:
-        """Take in a step's tokens and look up drafts for the next; see `Drafter`. They take no time worth measuring."""
+        """Observe a step's tokens and look up drafts for the next; see `Drafter`. `seconds` is not used."""
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
         for place, pool_row, row, run in sampled_runs(self._rows, plan, tokens, accepted):
             if len(row.drafts):
@@ -178,10 +189,13 @@ class NgramDrafter:
 def sampled_runs(
     rows: Mapping[int, Row], plan: StepPlan, tokens: Int32Array, accepted: Int32Array
 ) -> Iterator[tuple[int, int, Row, Int32Array]]:
-    """The rows of a plan that sampled something, of those that draft (`rows` by pool row): (place in the plan, pool
-    row, row, sampled tokens). A result of an earlier request in the same pool row is left out.
+    """Yield (place in the plan, pool row, row, sampled tokens) for each row of `rows` that sampled in a plan.
 
-    tokens: int32[sum(accepted)], what the rows sampled. accepted: int32[n], how many tokens each.
+    Results of an earlier request in the same pool row are skipped.
+
+    rows: the rows that draft, by pool row.
+    tokens: int32[sum(accepted)], the sampled tokens.
+    accepted: int32[n], tokens of each row of the plan.
     """
     ends = np.cumsum(accepted)
     columns = zip(plan.pool_rows.tolist(), plan.epochs.tolist(), accepted.tolist(), ends.tolist(), strict=True)
@@ -192,8 +206,9 @@ def sampled_runs(
 
 
 def count_accepted(drafts: Int32Array, tokens: Int32Array) -> tuple[int, bool]:
-    """How many of a row's drafts (int32[m]) were right before the first wrong one, and whether one was wrong, by what
-    it sampled (int32[n]).
+    """Return how many drafts of a row were right before the first wrong one, and whether one was wrong.
+
+    drafts: int32[m]; tokens: int32[n], what the row sampled.
     """
     count = min(len(drafts), len(tokens))
     wrong = np.flatnonzero(drafts[:count] != tokens[:count])
@@ -215,7 +230,7 @@ def drafts_to_verify(plan: StepPlan, inputs: Int32Array) -> Int32Array:
 
 
 def accepted_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """What each row yields of its samples: those that confirm its drafts, and the sample after them.
+    """Return the samples that each row keeps: those that match its drafts, and the sample after them.
 
     inputs: int32[sum(counts)], the plan's tokens with the ids of drafts. sampled: int32[sum(samples)]. Returns the
     tokens, int32[sum(accepted)], and `accepted`, int32[n].
@@ -227,7 +242,7 @@ def accepted_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> tu
     place = np.arange(len(sampled)) - np.repeat(firsts, samples)
     accepted, rows = samples.copy(), np.flatnonzero(samples)
     if len(rows):
-        # A row's last sample confirms nothing, so that the first "refused" one is always there.
+        # A row's last sample has no draft to match, so each row has a first refused sample.
         refused = sampled != drafts_to_verify(plan, inputs)
         until = np.where(refused, place + 1, np.repeat(samples, samples))
         accepted[rows] = np.minimum.reduceat(until, firsts[rows])
@@ -236,8 +251,9 @@ def accepted_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> tu
 
 
 def _corpus(start: RowStart) -> Int32Array:
-    """What is looked up: the tokens known so far, and before them what is predicted, behind the prompt's end, so that
-    an answer that begins as predicted finds the prediction with its first token.
+    """Return the tokens to search: the end of the prompt, the client's prediction, then all known tokens.
+
+    The prediction follows the prompt's end, so that an answer that begins as predicted matches from its first token.
     """
     if not len(start.prediction):
         return start.known_ids

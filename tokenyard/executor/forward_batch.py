@@ -14,12 +14,18 @@ from tokenyard.executor.cuda_streams import uploaded
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """What one run of the model needs. T tokens of n rows, row after row; the first `decode_rows` rows have one each.
+    """The inputs of one forward pass: T tokens of n rows, row after row. SGLang's ForwardBatch.
 
-    token_ids, positions, slots: int64[T]. pool_rows: int64[T], the row of each token. logit_tokens: int64[m], indices
-    in T of the tokens whose logits are wanted, in order of rows and positions. starts, counts: int64[n] on the host.
-    attention: what the attention prepared for the step, by window. hidden: [T, hidden], what the stage before this one
-    computed of the tokens; None where a model begins with their ids.
+    token_ids: int64[T].
+    positions: int64[T].
+    slots: int64[T], where the KV of each token is written.
+    pool_rows: int64[T], the pool row of each token.
+    logit_tokens: int64[m], indices in T of the tokens whose logits are computed, in order of rows and positions.
+    starts: int64[n] on the host, the first position of each row.
+    counts: int64[n] on the host, the tokens of each row.
+    decode_rows: how many rows at the front decode; each has one token.
+    attention: metadata that the attention backend prepares for the step, by window.
+    hidden: [T, hidden], the output of the previous pipeline stage; None in the first stage.
     """
 
     token_ids: torch.Tensor
@@ -35,9 +41,10 @@ class ForwardBatch:
 
 
 class PageTable:
-    """int32[pool row, column] on the device: which page holds the row's tokens column * page_size and on.
+    """int32[pool row, column] on the device: the page that holds the row's tokens from column * page_size on.
 
-    windows: the same for the layers with a window, where those have pages of their own.
+    vLLM's block table; SGLang's req_to_token, with pages instead of tokens. windows: the page table of the layers with
+    a sliding window, where these have their own pool; else None.
     """
 
     def __init__(
@@ -65,7 +72,7 @@ class PageTable:
             self.tensor[columns[0], columns[1]] = columns[2].to(torch.int32)
 
     def slots(self, pool_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the slots (int32) of positions of rows; both int64 and of shapes that broadcast."""
+        """Return the slots (int32) of positions of rows. Both arguments are int64 and must broadcast."""
         if self.page_size == 1:
             return self.tensor[pool_rows, positions]
         pages = self.tensor[pool_rows, positions // self.page_size]
@@ -73,7 +80,7 @@ class PageTable:
 
 
 def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
-    """Send equally long number columns to the device in one copy: int64[columns, length]."""
+    """Send columns of one length to the device in one copy: int64[columns, length]."""
     # Not np.stack, which takes several times as long for the few rows of a decode.
     block = np.empty((len(columns), len(columns[0])), dtype=np.int64)
     for row, column in zip(block, columns, strict=True):
@@ -84,7 +91,7 @@ def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.T
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Send an array to the device without waiting for it; on a CPU the tensor shares the array's memory.
 
-    Every array of a step goes this way: a copy out of memory that is not pinned waits for all work queued before it.
+    A copy from memory that is not pinned would wait for all work queued before it.
     """
     if device.type == "cpu":
         return torch.from_numpy(array)
@@ -93,7 +100,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor on the host, in memory that the device reads by itself; on a CPU it is the same."""
+    """Return an array as a tensor on the host, in pinned memory; on a CPU the tensor shares the array's memory."""
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory()
 

@@ -7,7 +7,7 @@ from tokenyard.base import LAST_SAMPLED, StepPlan, TokenyardError
 
 
 class FutureMap:
-    """`last_token[pool_row]`. Sampling writes it, and a later step reads it where its plan says LAST_SAMPLED.
+    """The last token of each pool row, written by sampling and read where a plan has LAST_SAMPLED. SGLang's FutureMap.
 
     Steps run in order on one stream, so step N + 1 reads what step N wrote without a trip to the host.
     """
@@ -20,12 +20,12 @@ class FutureMap:
         return torch.where(tokens < 0, self._last_token[pool_rows], tokens)
 
     def store(self, pool_rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note the sampled int64[n] tokens of int64[n] rows."""
+        """Store the sampled int64[n] tokens of int64[n] rows."""
         self._last_token[pool_rows] = tokens
 
 
 class DelayedSamplingRows:
-    """Rows whose latest token a launched step has yet to sample, as its sampling was delayed.
+    """Rows whose latest token is not sampled yet, because their step delays sampling.
 
     A step that reads such a token would read an older one. With two steps in flight that does not happen, as the first
     is sampled before the third is launched; only a pipeline, which computes its last stage later, can have more.
@@ -36,7 +36,7 @@ class DelayedSamplingRows:
         self._any = False
 
     def launch(self, plan: StepPlan) -> None:
-        """Note a step that starts. Raises TokenyardError if it reads a token that is not there."""
+        """Register a step that starts. Raises TokenyardError if it reads a token that is not sampled yet."""
         if self._any:
             reading = np.repeat(plan.pool_rows, plan.counts)[plan.tokens == LAST_SAMPLED]
             if (late := int(self._steps[reading].max(initial=-1))) >= 0:
@@ -47,7 +47,7 @@ class DelayedSamplingRows:
             self._any = True
 
     def sample(self, plan: StepPlan) -> None:
-        """Note that a step is sampled."""
+        """Register that a step is sampled."""
         if self._any:
             self._steps[plan.pool_rows] = -1
             self._any = bool((self._steps >= 0).any())

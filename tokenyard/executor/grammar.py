@@ -1,7 +1,7 @@
-"""Grammars that answers must keep to: compiled once each, a matcher for each pool row, and masks over logits.
+"""Grammar-constrained output: compiled grammars, a matcher for each pool row, and masks over logits.
 
 llguidance does the work (github guidance-ai/llguidance). Its limits are counts of work, not of time, so that the same
-grammar and tokens always give the same verdict. A matcher never raises: its error state is looked at after every call.
+grammar and tokens always give the same verdict. A matcher never raises: callers check its error state after each call.
 """
 
 import json
@@ -24,8 +24,8 @@ from tokenyard.executor.grammar_errors import explain_refusal
 MAX_COMPILED = 256
 MAX_COMPILED_CHARS = 16_000_000
 MAX_LARK_ITEMS = 5000
-"""Ways to go on that a grammar may have open at one place. An object takes four for each optional property, and the
-server takes a thousand of these; a mask then costs tens of milliseconds.
+"""The most open alternatives of a grammar at one position. An object takes four for each optional property, and the
+server accepts a thousand of these; a mask then costs tens of milliseconds.
 """
 
 
@@ -43,10 +43,17 @@ MAX_SPARE_MATCHERS = 256
 
 @dataclass(slots=True)
 class GrammarMatcher:
-    """Follows one row's answer. A result is this answer's if it has the row's `epoch` and is of no step before `since`:
-    the epochs of two owners of a pool row may be equal by chance.
+    """Follows one row's answer.
 
-    grammar: its text. used: whether another answer was followed with it before. taken: the tokens that it has taken in.
+    A result belongs to this answer if it has the row's `epoch` and its step is not before `since`: the epochs of two
+    owners of a pool row may be equal by chance.
+
+    epoch: the epoch of the row's request.
+    since: the step that started the row.
+    state: llguidance's matcher.
+    grammar: the text of the grammar.
+    used: whether the matcher followed another answer before.
+    taken: the tokens that the matcher has consumed.
     """
 
     epoch: int
@@ -59,9 +66,11 @@ class GrammarMatcher:
 
 @dataclass(slots=True)
 class VocabMasks:
-    """What some sampled positions allow. places: int64[k], on the host. values: float32[k, vocabulary] on the device, 0
-    for allowed tokens and -inf for all others. withdrawn: int64[m], inputs of the plan that are drafts behind which
-    nothing is known; what is sampled there must not count.
+    """Masks of the sampled positions that have a grammar.
+
+    places: int64[k] on the host, the sampled positions.
+    values: float32[k, vocabulary] on the device, 0 for allowed tokens and -inf for all others.
+    withdrawn: int64[m], inputs of the plan that are drafts without a mask behind them; samples there do not count.
     """
 
     places: Int64Array
@@ -69,14 +78,14 @@ class VocabMasks:
     withdrawn: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def among(self, chosen: Int64Array) -> "VocabMasks":
-        """The masks of those of some sampled positions, int64[n] in rising order, that have one."""
+        """Return the masks of the chosen sampled positions (int64[n], rising) that have one."""
         held = np.flatnonzero(np.isin(self.places, chosen))
         places = np.searchsorted(chosen, self.places[held])
         return VocabMasks(places, self.values[to_device(held, self.values.device)])
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Mask logits in place. A row that nothing would be left of follows its mask alone: a grammar wins over a bias
-        and over the least number of tokens.
+        """Mask logits in place. If a row would have no token left, only its mask applies: a grammar wins over a bias
+        and over the minimum number of tokens.
         """
         places = to_device(self.places, logits.device)
         masked = logits[places] + self.values
@@ -87,8 +96,12 @@ class VocabMasks:
 
 @dataclass(slots=True)
 class _Run:
-    """A row that verifies drafts: the place of the first of them among the plan's inputs, and of its first sample among
-    all that are sampled.
+    """A row that has a grammar and verifies drafts.
+
+    matcher: the row's matcher.
+    drafts: the ids of the drafts.
+    first_draft: the place of the first draft among the plan's inputs.
+    place: the place of the row's first sample among all samples.
     """
 
     matcher: GrammarMatcher
@@ -98,7 +111,7 @@ class _Run:
 
 
 class GrammarCache:
-    """Compiled grammars by their text, the latest of them; may be used from several threads."""
+    """An LRU cache of compiled grammars by text. Thread-safe."""
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
@@ -138,15 +151,15 @@ class GrammarCache:
         matcher = self._fresh(text)
         if matcher.is_error():
             return matcher, _reason(matcher.get_error())
-        # Some grammars are found out to be too large, or to allow no answer at all, only by their first mask.
+        # Only the first mask shows that some grammars are too large or allow no answer.
         first = matcher.deep_copy()
         first.compute_bitmask()
         return matcher, _reason(first.get_error()) if first.is_error() else ""
 
     def matcher(self, text: str) -> tuple[Any, bool]:
-        """(a matcher of a grammar that was compiled, even if long ago; whether it was used before).
+        """Return a matcher of a grammar, and whether it was used before.
 
-        A used one knows the masks that it has made, and makes most of them again in microseconds.
+        A used matcher caches the masks that it has made.
         """
         with self._lock:
             if used := self._used.get(text):
@@ -155,7 +168,7 @@ class GrammarCache:
         return self.fresh(text), False
 
     def give_back(self, text: str, state: Any) -> None:
-        """Keep a matcher that is not needed any more for the next answer of the same grammar."""
+        """Return a matcher to the cache, for the next answer with the same grammar."""
         with self._lock:
             used = self._used.setdefault(text, []) if text in self._compiled else None
             if used is not None and len(used) < MAX_SPARE_MATCHERS and state.reset() and not state.is_error():
@@ -185,7 +198,7 @@ class GrammarCache:
 
 
 class GrammarRows:
-    """Matchers by pool row, for an executor: rows start, are masked before they are sampled, and take in tokens."""
+    """Matchers by pool row. Rows start, are masked before sampling, and consume the sampled tokens."""
 
     def __init__(self, store: GrammarCache, vocab_size: int, device: torch.device) -> None:
         self._store = store
@@ -196,22 +209,22 @@ class GrammarRows:
         self._executor: Any = None
 
     def take(self, plan: StepPlan) -> None:
-        """Take over rows that start. One that had begun its answer before goes on behind what it has."""
+        """Register rows that start. A row that resumes continues after the answer that it has."""
         for start in plan.row_starts:
             if (before := self._matchers.pop(start.pool_row, None)) is not None:
                 self._store.give_back(before.grammar, before.state)
             if start.grammar:
                 state, used = self._store.matcher(start.grammar)
                 known = start.known_ids[start.prompt_tokens :].tolist()
-                # Tokens that the grammar does not allow show with the next one, see `consume`.
+                # A token that the grammar does not allow is reported by the next `consume`.
                 state.consume_tokens(known)
                 place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
                 epoch = int(plan.epochs[place])
                 self._matchers[start.pool_row] = GrammarMatcher(epoch, plan.step, state, start.grammar, used, known)
 
     def masks(self, plan: StepPlan) -> VocabMasks | None:
-        """What the rows of a plan may say next, None where none has a grammar. Where a row verifies drafts (whose ids
-        stand in the plan by now), each of its samples has the mask of the drafts before it.
+        """Return the masks of a plan's samples, None if no row has a grammar. Where a row verifies drafts (the plan has
+        their ids by now), each of its samples has the mask that follows the drafts before it.
         """
         if not self._matchers:
             return None
@@ -252,10 +265,10 @@ class GrammarRows:
         return found
 
     def _fill_run(self, words: npt.NDArray[np.uint32], run: _Run) -> int:
-        """Write what a row may say behind none, one, ... all of its drafts: uint32[drafts + 1, words].
+        """Write the masks of a row after none, one, ... all of its drafts: uint32[drafts + 1, words].
 
-        Returns for how many of these places that is known, at least one: a draft that the grammar does not allow, one
-        that ends it and a limit of the library end the run.
+        Returns how many masks are written, at least one. The run ends at a draft that the grammar does not allow, at
+        one that completes the grammar, and at a limit of the library.
         """
         matcher, size, known, taken = run.matcher, words.shape[1] * 4, 0, 0
         for place in range(len(words)):
@@ -269,14 +282,14 @@ class GrammarRows:
             if matcher.state.is_stopped():
                 break
         if matcher.state.is_error() or (taken and not matcher.state.rollback(taken)):
-            # A limit that was met on the way of drafts must not be the answer's fault.
+            # A limit that drafts exceed must not fail the answer.
             self._renew(matcher)
         if not known:
             matcher.state.unsafe_compute_mask_ptr(words[0].ctypes.data, size)
         return max(known, 1)
 
     def drafts(self, pool_row: int, proposed: Int32Array, max_drafts: int) -> tuple[Int32Array, bool]:
-        """Drafts for a row (int32[n]), and whether its grammar forces any of them.
+        """Return drafts for a row (int32[n]), and whether its grammar forces any of them.
 
         They are the `proposed` tokens that the grammar allows, or up to `max_drafts` tokens that it forces if these are
         more (SGLang's jump-forward decoding, verified as drafts). Without a grammar they are the proposed ones.
@@ -318,9 +331,9 @@ class GrammarRows:
     def consume(
         self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array | None = None
     ) -> tuple[BoolArray | None, dict[int, str]]:
-        """Take in what a step sampled: int32[rows], -1 for none; or runs of `accepted` tokens, int32[sum(accepted)].
+        """Consume what a step sampled: int32[rows], -1 for none; or runs of `accepted` tokens, int32[sum(accepted)].
 
-        Returns whose grammar is complete, bool[rows] (None: no row's), and what went wrong, by place in the plan.
+        Returns which grammars are complete, bool[rows] (None if no row has one), and errors by place in the plan.
         """
         failures: dict[int, str] = {}
         if not self._matchers:
@@ -343,8 +356,8 @@ class GrammarRows:
         return ended, failures
 
     def _take_in(self, matcher: GrammarMatcher, run: list[int]) -> bool:
-        """Take in the tokens of a row; False if the grammar does not allow them."""
-        # A matcher in its error state allows the end alone, which would pass for a whole answer.
+        """Consume the tokens of a row; False if the grammar does not allow them."""
+        # A matcher in its error state allows only the end, which would look like a complete answer.
         done = not matcher.state.is_error() and all(self._consume_one(matcher.state, token) for token in run)
         if not done and matcher.used:
             self._renew(matcher)
@@ -353,14 +366,14 @@ class GrammarRows:
         return done
 
     def _renew(self, matcher: GrammarMatcher) -> None:
-        """Begin anew with a fresh one where one that was used before fails: what earlier answers have cost counts for
-        the library's limits, and must not be this answer's fault.
+        """Replace a used matcher that failed by a fresh one: the work of earlier answers counts towards the library's
+        limits, and must not fail this answer.
         """
         matcher.state, matcher.used = self._store.fresh(matcher.grammar), False
         matcher.state.consume_tokens(matcher.taken)
 
     def _consume_one(self, state: Any, token: int) -> bool:
-        """Take in one token; False if the grammar does not allow it. What comes behind its end does not matter."""
+        """Consume one token; False if the grammar does not allow it. Tokens after its end are ignored."""
         return bool(state.is_stopped() or (state.consume_token(token) and not state.is_error()))
 
     def _values(self, words: npt.NDArray[np.uint32]) -> torch.Tensor:
@@ -376,9 +389,9 @@ class GrammarRows:
 
 
 def _with_known_decoder(text: str) -> str:
-    """A tokenizer.json whose decoder is Metaspace, with the steps that it stands for: llguidance reads only those.
+    """Replace a Metaspace decoder in a tokenizer.json by the equivalent sequence of steps, which llguidance reads.
 
-    One with byte tokens is left as it is: Metaspace alone writes them out, as `<0x0A>`, and the steps do not.
+    A tokenizer with byte tokens is not changed: Metaspace alone writes them out, as `<0x0A>`, and the steps do not.
     """
     tokenizer = json.loads(text)
     decoder = tokenizer.get("decoder") or {}
@@ -390,7 +403,7 @@ def _with_known_decoder(text: str) -> str:
 
 
 def _reason(error: str) -> str:
-    """The first lines of a complaint of the library, without its state and the lines of the grammar."""
+    """Return the start of an error of the library, without its state and the lines of the grammar."""
     text = error.split("<state>")[0].split("\n   1 |")[0].strip()
     text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
     text = text.replace("NoExtensionBias", "there is no answer that it allows")

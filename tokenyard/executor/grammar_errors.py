@@ -1,6 +1,6 @@
-"""Says which schema of a grammar is at fault, and where in it: a client may have sent dozens of tools.
+"""Finds which schema of a grammar is refused, and where in it: a client may have sent dozens of tools.
 
-The server writes behind each `%json` rule, as a comment, what it was made of.
+The server adds a comment to each `%json` rule that names its source.
 """
 
 import json
@@ -10,14 +10,14 @@ from typing import Any
 
 RULE = re.compile(r"[^\n:]*: %json (\{.*\}) // ([^\n]*)")
 MAX_TRIES = 200
-"""Parts that are compiled on their own to find the one at fault."""
+"""The most parts that are compiled separately to find the refused one."""
 
 ErrorOf = Callable[[str], str]
 """What is wrong with a grammar, "" for nothing."""
 
 
 def explain_refusal(text: str, reason: str, error_of: ErrorOf) -> str:
-    """`reason`, behind the place of the first schema in `text` that is refused on its own, if there is one."""
+    """Return the error and place of the first schema in `text` that is refused by itself, else `reason`."""
     for found in RULE.finditer(text):
         schema = json.loads(found[1])
         own = error_of(_grammar(schema))
@@ -46,7 +46,7 @@ def _pointer(root: dict[str, Any], reason: str, error_of: ErrorOf) -> str:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(step of the pointer, schema) of the schemas that stand directly in one."""
+    """Yield (step of the pointer, schema) of the direct subschemas."""
     for name in ("$defs", "definitions", "properties", "patternProperties"):
         inner = schema.get(name)
         for key, part in inner.items() if isinstance(inner, dict) else ():

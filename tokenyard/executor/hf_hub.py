@@ -1,4 +1,4 @@
-"""From the name of a model to its folder. Needs no torch."""
+"""Resolves the name of a model to its folder. Needs no torch."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_model_path(path: str) -> Path:
-    """Return the folder of a model: `path` itself, what a GGUF file says of itself as a folder, or a download of the
-    Hugging Face repository of that name.
+    """Return the folder of a model: `path` itself, the folder made for a GGUF file, or a download of the Hugging Face
+    repository of that name.
 
     Raises ConfigError if there is none of these.
     """

@@ -1,4 +1,4 @@
-"""Copies of KV between a device's pool and host memory, for the KV store (`kv_layout.layout.BlockPool`)."""
+"""Copies of KV between a device's pool and host memory, for the KV store (a `BlockPool`)."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,11 +9,11 @@ from tokenyard.executor.kv_pool import KvPool
 
 
 class DeviceBlocks:
-    """The pages of a pool on a device, to gather blocks from and to scatter them into. A block is laid out as
-    `kv_layout.layout.PoolView` says.
+    """The pages of a pool on a device, to gather blocks from and to scatter them into. `kv_layout.layout.PoolView`
+    defines the layout of a block.
 
-    Copies run on a stream of their own, beside the steps: nobody writes pages that are gathered, and nobody reads
-    those that are scattered into. Each call returns when its copy is done. One thread at a time may call.
+    Copies have their own stream and overlap with steps: no step writes pages that are gathered or reads pages that are
+    scattered into. Each call returns when its copy is done. One thread at a time may call.
     """
 
     def __init__(self, pool: KvPool) -> None:
@@ -37,7 +37,7 @@ class DeviceBlocks:
         size = len(pages) * self.page_bytes
         staging = self._stage(size)
         with torch.cuda.stream(self._stream):
-            # Steps that are under way do not write these pages.
+            # Running steps do not write these pages.
             found = self._pages.index_select(1, self._index(pages))
             staging.copy_(found.view(-1), non_blocking=True)
         self._wait()

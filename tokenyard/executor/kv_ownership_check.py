@@ -1,4 +1,4 @@
-"""A pretend KV pool that remembers whose history each slot holds, so that a page given to two owners is noticed."""
+"""A simulated KV pool that records whose history each slot holds, to detect a page with two owners."""
 
 import zlib
 
@@ -88,7 +88,7 @@ class _Group:
 
 
 class KvCheck:
-    """Plays the KV pool for plans, whose drafts have their ids: `apply` before a step, `sampled` after it.
+    """Simulates the KV pool for plans whose drafts have ids. Call `apply` before a step and `sampled` after it.
 
     Each slot keeps the mark of the history that was written to it last. After a step's writes, all slots of a row up
     to its last computed position that its first token sees must hold the marks of that row's own history.
@@ -129,7 +129,7 @@ class KvCheck:
             self._verify(plan.step, group, pool_row, begin, slots)
 
     def sampled(self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array) -> None:
-        """Note the tokens that a step yields: `accepted[i]` of `tokens` for each row, row after row."""
+        """Record the tokens that a step yields: `accepted[i]` of `tokens` for each row, row after row."""
         ends = np.cumsum(accepted)
         for i in np.flatnonzero(accepted).tolist():
             row = self._rows[int(plan.pool_rows[i])]
@@ -143,7 +143,7 @@ class KvCheck:
                 row.append(token)
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Say where the marks of pages lie: one piece a page."""
+        """Return where the marks of pages lie: one piece for each page."""
         slots = self._groups[0].slots
         page_bytes = self._info.page_size * slots.itemsize
         return KvPieces(slots.ctypes.data + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, "cpu")
@@ -179,7 +179,7 @@ class KvCheck:
 
 
 class AdapterCheck:
-    """Plays the slots of adapters for plans: each row must find its own adapter in its slot at every step."""
+    """Simulates the adapter slots for plans: at every step, the slot of each row must hold the row's adapter."""
 
     def __init__(self) -> None:
         self._holders: dict[int, str] = {}

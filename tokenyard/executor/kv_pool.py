@@ -19,14 +19,14 @@ MADV_HUGEPAGE = 14
 CPU_DEFAULT_TOKENS = 32768
 CPU_DEFAULT_BYTES = 1 << 30
 MIN_WINDOW_TOKENS, MIN_WINDOW_PAGES = 128, 8
-"""What a pool of windows has at least beside two windows, so that a prompt can be computed in chunks."""
+"""What the pool of the window layers holds at least in addition to two windows, for chunked prefill."""
 
 
 class KvPool:
     """Keys and values of all tokens in the cache: [layer, 2, slot, kv head, head_dim].
 
     slot = page * page_size + offset. Page 0 is padding: padded positions read and write it, requests never own it.
-    windows: the pool of the layers with a window where these have one of their own. Layers count within their pool.
+    windows: the separate pool of the layers with a sliding window, if any. Layers are counted within their pool.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class KvPool:
         layers: int | None = None,
         memory: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """layers: how many the pool is for; all if None, less those with a window where `windows` says how many pages
-        these have. memory: makes the memory of the pool, uint8[bytes], None for torch's own.
+        """windows: the group of the layers with a window, if these have a separate pool.
+        layers: how many layers the pool holds; None for all that are not in `windows`.
+        memory: allocates the pool, uint8[bytes]; None for torch's allocator.
         """
         self.num_pages = num_pages
         self.page_size = page_size
@@ -58,7 +59,7 @@ class KvPool:
             self.tensor = memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         if device.type == "cpu":
             advise_huge_pages(self.tensor)
-        # Zeros, not whatever was there: a masked slot counts as 0 * value, and that must never be 0 * NaN.
+        # Zeros, because a masked slot counts as 0 * value, which must never be 0 * NaN.
         self.tensor.zero_()
         self._layers = [(layer[0], layer[1]) for layer in self.tensor]
 
@@ -67,9 +68,9 @@ class KvPool:
         return self._layers[index]
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Say where the KV of pages lies: a piece per layer for keys and one for values, in that order.
+        """Return where the KV of pages lies: a piece per layer for keys and one for values, in that order.
 
-        Raises ConfigError where layers with a window have a pool of their own, which has not all of a page's tokens.
+        Raises ConfigError where layers with a window have a separate pool, which does not hold all tokens.
         """
         if self.windows is not None:
             raise ConfigError("KV of layers with a window cannot be moved; set --swa-full-tokens-ratio 0")
@@ -89,7 +90,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if begin < end:
-        # What it returns does not matter: a kernel without huge pages serves as well, only slower.
+        # The result is ignored: without huge pages the pool works too, only slower.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(MADV_HUGEPAGE))
 
 
@@ -104,11 +105,11 @@ def window_layers(config: ModelConfig) -> int:
 
 
 def choose_swa_pool(config: ModelConfig, num_pages: int, page_size: int, ratio: float) -> WindowGroup | None:
-    """Return the group of the layers with a window beside a pool of `num_pages`, None where all layers keep all tokens.
+    """Return the group of the layers with a window for a pool of `num_pages`, None where all layers keep all tokens.
 
-    ratio: of its pages to those of the others (SGLang's swa_full_tokens_ratio), 0 for no group. A model with windows of
-    several sizes has one group, as if all were the largest. There is none either in a pool that hardly holds two
-    windows.
+    ratio: pages of the group per page of the pool (SGLang's swa_full_tokens_ratio), 0 for no group. A model with
+    windows of several sizes has one group with the largest of them. A group that would need as many pages as the pool
+    is not made.
     """
     window = max(config.windows)
     if not ratio or not window:
@@ -142,8 +143,8 @@ def choose_num_pages(
     `max_total_tokens` decides where given. Else a CUDA device gives what is free now, with the weights loaded, less
     the share `1 - mem_fraction_static` of all its memory, which is left to activations (SGLang's rule); a CPU gives a
     modest fixed amount. Of either, `sharing` processes on the same device get equal parts. window_ratio: the layers
-    with a window keep only this part of the tokens, 0 for all. beside: bytes per token of another pool of
-    as many pages.
+    with a window keep only this part of the tokens, 0 for all. beside: bytes per token of a second pool with as many
+    pages, such as the draft model's.
 
     Raises ConfigError if not even one page fits.
     """
@@ -167,11 +168,11 @@ def _default_tokens(per_token: int, device: torch.device, mem_fraction_static: f
     if device.type == "cuda":
         if not 0.0 < mem_fraction_static <= 1.0:
             raise ConfigError(f"mem_fraction_static is {mem_fraction_static}; it must be above 0 and at most 1")
-        # What loading left behind in torch's allocator counts as taken until it is given back.
+        # Memory that loading left in torch's allocator counts as used until it is released.
         torch.cuda.empty_cache()
         free_bytes, all_bytes = torch.cuda.mem_get_info(device)
         if sharing > 1:
-            # The others may not have loaded yet, so what is free now says nothing: this process has its part of all.
+            # Other ranks may not have loaded yet, so take a share of the total, not of what is free.
             own = all_bytes * mem_fraction_static / sharing - torch.cuda.memory_reserved(device)
             return max(0, int(min(own, free_bytes))) // per_token
         return max(0, int(free_bytes - all_bytes * (1.0 - mem_fraction_static))) // per_token

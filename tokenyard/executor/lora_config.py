@@ -1,4 +1,4 @@
-"""Reads what a LoRA adapter says of itself, its `adapter_config.json` in peft's form. Needs no torch.
+"""Reads the config of a LoRA adapter, `adapter_config.json` in peft's format. Needs no torch.
 
 LoRA: Hu et al. 2021 (arXiv 2106.09685); rsLoRA, which scales by the root of the rank: Kalajdzievski 2023 (2312.03732).
 """
@@ -19,7 +19,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_LORA_RANK = 4096
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What adapters can change, in every layer."""
+"""The projections of a layer that adapters can change."""
 
 _NOT_PLAIN = {
     "use_dora": "is a DoRA adapter, which changes the size of the weights as well",
@@ -35,14 +35,19 @@ _NOT_PLAIN = {
 """Fields that must be absent or empty, and what an adapter with one is."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Ways to begin training (init_lora_weights) that change the weights of the base model too."""
+"""Initializations (init_lora_weights) that change the weights of the base model too."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What is needed of an adapter's config. rank, alpha: of all modules but those that a pattern names.
+    """The used fields of an adapter's config.
 
-    rank_pattern, alpha_pattern: by regular expression over the end of a module's name. base: the model it was made for.
+    rank: the rank of modules that match no pattern.
+    alpha: the alpha of modules that match no pattern.
+    root: whether the scale is alpha / sqrt(rank) (rsLoRA).
+    rank_pattern: ranks by regular expression over the end of a module's name.
+    alpha_pattern: alphas by regular expression over the end of a module's name.
+    base: the base model that the adapter was made for.
     """
 
     rank: int
@@ -62,7 +67,7 @@ class LoraConfig:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """By what the product of a module's two matrices is multiplied."""
+        """The factor on the product of a module's two matrices."""
         alpha, rank = float(_matching(self.alpha_pattern, module, self.alpha)), self.rank_of(module)
         return alpha / math.sqrt(rank) if self.root else alpha / rank
 

@@ -1,9 +1,9 @@
 """LoRA adapters of the rows of a step: slots on the device, and their part in each product of torch's layers.
 
-Native steps have slots of their own (`native/lora.py`). Between torch's layers, a step with rows of several adapters
+Native steps have their own slots (`native/lora.py`). Between torch's layers, a step with rows of several adapters
 computes `x @ A^T` for all slots up to the last one in use as one product, sets what belongs to other rows' adapters to
 zero, and multiplies by all B as one product. On a CPU that is faster than a loop over adapters or a gather of matrices
-by row, unless an adapter has many tokens in the step: then each adapter's tokens are a product of their own. It is
+by row, unless the adapters have many tokens in the step: then each adapter is a separate product. It is
 exact: a row's zeros add nothing.
 """
 
@@ -30,10 +30,10 @@ FUSED = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-"""The products of a layer, each over one input, and the projections that it is made of."""
+"""The fused products of a layer, each over one input, and the projections that each consists of."""
 
 SPLIT_MIN_TOKENS = 64
-"""From so many tokens of an adapter on average, a product for each adapter is faster than one for all."""
+"""From this many tokens per adapter on average, a product for each adapter is faster than one for all."""
 
 
 @dataclass(slots=True)
@@ -51,13 +51,13 @@ class _Run:
 
 
 class LoraBatchInfo:
-    """Which tokens of the step have which adapter; every adapted product of a model looks here."""
+    """Which tokens of the step have which adapter. All adapted products of a model share it. SGLang's LoRABatchInfo."""
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []
 
     def set(self, slots: npt.NDArray[np.int64], device: torch.device) -> None:
-        """Take in the slot of each token (int64[T], 0 for none) of the step that follows."""
+        """Set the slot of each token (int64[T], 0 for none) for the next step."""
         used = np.unique(slots[slots > 0])
         count = int(np.count_nonzero(slots))
         if not len(used):
@@ -130,7 +130,7 @@ class LoraLinear:
 
 
 class LoraMemoryPool(Protocol):
-    """Where adapters lie while steps use them. slot_bytes: what one takes there. Slots count from 0 here."""
+    """The slots of adapters that steps use, counted from 0. slot_bytes: bytes of one slot. SGLang's LoRAMemoryPool."""
 
     slot_bytes: int
 
@@ -138,7 +138,7 @@ class LoraMemoryPool(Protocol):
         """Copy an adapter into a slot in place of what was there."""
 
     def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:
-        """Take in the slot of each token (from 1, or 0 for none) of the step that follows; None if all have none."""
+        """Set the slot of each token (from 1, or 0 for none) for the next step; None if no token has an adapter."""
 
 
 class TorchLoraPool:
@@ -163,7 +163,7 @@ class TorchLoraPool:
             linear.put(slot, names, layer, weights)
 
     def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:
-        """Take in the slots of a step's tokens; see LoraMemoryPool."""
+        """Set the slots of a step's tokens; see LoraMemoryPool."""
         if slot_of_token is None:
             self._batch.runs = []
         else:
@@ -191,7 +191,7 @@ def no_memory(slots: int, rank: int) -> ConfigError:
 
 
 class LoraManager:
-    """The adapters of one model: those read into memory, and those that are in slots.
+    """The adapters of one model, in host memory and in slots. SGLang's LoRAManager.
 
     `load` and `drop` may be called from other threads than steps are.
     """
@@ -213,14 +213,14 @@ class LoraManager:
         self._host.pop(adapter, None)
 
     def take(self, starts: Sequence[RowStart]) -> None:
-        """Take in the rows that start, and bring their adapters to the slots that the plan says."""
+        """Register the rows that start, and copy their adapters to the slots of the plan."""
         for start in starts:
             self._slot_of_row[start.pool_row] = start.slot
             if start.slot and self._holders[start.slot - 1] != start.lora:
                 self._fill(start.slot - 1, start.lora)
 
     def begin(self, plan: StepPlan) -> None:
-        """Make ready for the rows of a step."""
+        """Prepare the slots for the rows of a step."""
         slots = self._slot_of_row[plan.pool_rows]
         self.slots.begin(np.repeat(slots, plan.counts) if slots.any() else None)
 
@@ -228,7 +228,7 @@ class LoraManager:
         weights = self._host.get(adapter)
         if weights is None:
             raise TokenyardError(f"a plan has rows of the adapter {adapter!r}, which was not loaded")
-        # Until the copy is whole, the slot is nobody's.
+        # Until the copy is complete, the slot holds no adapter.
         self._holders[slot] = ""
         self.slots.put(slot, weights)
         self._holders[slot] = adapter

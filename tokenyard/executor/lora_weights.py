@@ -59,8 +59,10 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> LoraWeight
     """Read an adapter in peft's form. Sizes and shapes are checked before any matrix is read, so a huge file costs
     nothing.
 
-    Runs no parallel code of torch: a thread beside the event loop calls it. Raises ConfigError, in one line, for an
-    adapter of another kind, for another model, above `max_rank`, or with numbers that are not finite.
+    Runs no parallel code of torch, because a thread next to the event loop calls it.
+
+    Raises ConfigError, in one line, for an adapter of another kind, for another model, above `max_rank`, or with
+    numbers that are not finite.
     """
     lora = read_lora_config(folder)
     if lora.max_rank > max_rank:

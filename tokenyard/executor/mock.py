@@ -1,4 +1,4 @@
-"""An executor without a model: it takes the time a cost model says and answers made-up, repeatable tokens.
+"""An executor without a model: it takes the time that a cost model predicts and samples made-up, repeatable tokens.
 
 Useful to try schedules, servers and clients on any machine, and held to the same contract as the real one.
 """
@@ -72,7 +72,7 @@ class MockTicket:
 
 
 class MockExecutor:
-    """Plays a device: steps run one after another, each for as long as `cost` says.
+    """Simulates a device: steps run one after another, each for the time that `cost` predicts.
 
     A token is a function of the row's prompt, its seed (unless greedy) and the token's position, so that no schedule
     can change an answer. With `answer_tokens` (low, high) the answer's token number `low .. high`, picked by the same
@@ -159,16 +159,16 @@ class MockExecutor:
         return result
 
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
-        """Take any grammar: made-up tokens keep to none."""
+        """Accept any grammar; the made-up tokens ignore it."""
 
     def load_adapter(self, adapter: str, folder: str) -> None:
-        """Take any adapter: its rows get tokens of their own."""
+        """Accept any adapter: rows with an adapter get other tokens than rows without."""
 
     def unload_adapter(self, adapter: str) -> None:
         """Do nothing: there is nothing to free."""
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Say where the marks of pages lie; without `check_kv` there are none, and pages have no pieces."""
+        """Return where the marks of pages lie; without `check_kv` there are none, and pages have no pieces."""
         if self._kv is None:
             return KvPieces(np.zeros((len(pages), 0), dtype=np.int64), 0, "cpu")
         return self._kv.pieces(pages)

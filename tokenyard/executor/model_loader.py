@@ -1,4 +1,4 @@
-"""From the name of a model to an executor that runs it."""
+"""Loads a model by name into an executor."""
 
 import logging
 from collections.abc import Callable
@@ -55,17 +55,26 @@ DTYPES = {
 class LoadOptions:
     """How a model is loaded.
 
-    device: auto (CUDA where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16, float16 or float32.
-    max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
-    model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
-    and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
-    quantization, deterministic: see choose_backends. disable_cuda_graph, cuda_graph_max_bs: whether decode steps are
-    recorded, and of how many rows at most, None for the executor's choice (see graphs). swa_full_tokens_ratio: see
-    choose_swa_pool; models that are divided keep all tokens in all
-    layers. draft_tokens: most drafts of a row for one step, 0 for none; draft_model: what drafts them, "" for prompt
-    lookup. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-
-    parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is
-    shared by the ranks on one device. nodes: machines among which the ranks of a part's model are shared out.
+    device: auto (CUDA where there is one), cpu, cuda or cuda:N.
+    dtype: auto, bfloat16, float16 or float32.
+    page_size: tokens of a page of the KV pool.
+    max_pool_rows: the most rows that run at once.
+    max_total_tokens, mem_fraction_static: size of the KV pool; see choose_num_pages.
+    context_length: a context shorter than the model's; None for the model's.
+    load_format: safetensors (auto is the same), or dummy for random weights that need only a config.
+    threads: threads on a CPU; 0 lets torch and the native kernels choose.
+    seed: seed of dummy weights.
+    model_impl, attention_backend, quantization, deterministic: see choose_backends.
+    disable_cuda_graph: turns the capture of decode steps off.
+    cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
+    swa_full_tokens_ratio: see choose_swa_pool; divided models keep all tokens in all layers.
+    draft_tokens: the most drafts of a row in one step; 0 for none.
+    draft_model: the model that drafts; "" for prompt lookup.
+    lora_slots: the most LoRA adapters in a step; 0 for none.
+    lora_rank: the largest rank of an adapter.
+    rank, ranks: the data-parallel rank and how many ranks this machine has. Ranks take CUDA devices in turn where
+        `device` names none, and ranks on one device share its memory.
+    nodes: machines over which the ranks of a divided model are spread.
     """
 
     device: str = "auto"
@@ -104,8 +113,10 @@ def load_executor(
 ) -> ModelExecutor:
     """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
 
-    part: what of the model is loaded, None for all; pool_memory: see KvPool; `make` puts the executor together (see
-    `parallel.leader`); options: see LoadOptions. Raises ConfigError, in one line, for whatever does not fit.
+    part: the part of the model to load, None for all; pool_memory: see KvPool; make: makes the executor (see
+    `distributed.distributed_loader`); options: see LoadOptions.
+
+    Raises ConfigError, in one line, for options or models that do not fit.
     """
     given = LoadOptions(**options)
     target, sharing = _prepare_device(given, part)
@@ -197,7 +208,7 @@ def _recorded(
     divided: bool,
     adapters: bool,
 ) -> ModelBackend:
-    """A model with its decode steps recorded, where that can be."""
+    """Return the model with captured decode steps, or the model itself where they cannot be captured."""
     triton = choice.triton and not choice.flashinfer
     reason = why_not_record(config, device, triton=triton, divided=divided, adapters=adapters)
     if reason:
@@ -217,7 +228,7 @@ def _model_drafter(
     dtype: torch.dtype,
     choose: Choose,
 ) -> Drafter:
-    """Load the draft model, which has this config and shares the large one's pages."""
+    """Load the draft model, which has this config and shares the page table of the target model."""
     choice = _choose_backends(replace(given, quantization="none", deterministic=False), config, dtype, device)
     folder = resolve_model_path(given.draft_model)
     layers = _load_layers(choice, config, folder, given, device, dtype, info.context_length, None)
@@ -251,7 +262,7 @@ def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_l
 
 
 def _vocabulary(folder: Path) -> Any:
-    """What a folder's tokenizer.json says of tokens and their numbers; None without one."""
+    """Return the vocabulary of a folder's tokenizer.json; None without one."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -378,7 +389,7 @@ def _make_adapters(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LoraManager | None:
-    """Room for LoRA adapters; None if none are wanted."""
+    """Make the slots of LoRA adapters; None if LoRA is off."""
     if not given.lora_slots:
         return None
     slots: LoraMemoryPool

@@ -23,7 +23,7 @@ class PooledRows:
         self._sums: dict[int, torch.Tensor] = {}
 
     def take(self, starts: list[RowStart]) -> None:
-        """Take over rows that start; one that was retracted begins anew."""
+        """Register rows that start; a retracted row starts again."""
         for start in starts:
             self._starts.pop(start.pool_row, None)
             self._sums.pop(start.pool_row, None)

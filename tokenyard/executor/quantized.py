@@ -1,4 +1,4 @@
-"""Quantized checkpoints, made whole as they are loaded: every matrix becomes one of the model's dtype.
+"""Quantized checkpoints, dequantized at load: every matrix becomes one of the model's dtype.
 
 That costs the memory of an unquantized model and is exact: no rounding is added to what the file says. Read are fp8
 (one scale a tensor, a row or a block; DeepSeek-V3, arXiv 2412.19437), GPTQ (Frantar et al. 2022, arXiv 2210.17323), AWQ
@@ -106,7 +106,7 @@ def _fp8(parts: Parts, block: list[int] | None) -> torch.Tensor:
 
 
 def _per_row(scale: torch.Tensor) -> torch.Tensor:
-    """A scale of the whole tensor or of each output, as it is multiplied with [outputs, inputs]."""
+    """Reshape a scale of the tensor or of each output to broadcast with [outputs, inputs]."""
     return scale.float().flatten() if scale.numel() == 1 else scale.float().reshape(-1, 1)
 
 

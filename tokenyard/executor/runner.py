@@ -31,9 +31,14 @@ from tokenyard.executor.sampling.top_k_top_p import SamplingBackend, mark_nan, u
 
 @dataclass(slots=True)
 class Ticket:
-    """A step in flight. `tokens` is int64[sampled rows], on its way to the host; None until the step is sampled.
-    `logits` waits for a delayed sampling. `vectors` are those of prompts, by place in the plan. `clock` tells when all
-    that the step sends to the host has arrived.
+    """A step in flight.
+
+    plan: the plan, with the ids of its drafts.
+    clock: times the step and waits for its results.
+    logits: the logits until they are sampled.
+    tokens: int64[samples], copied to the host; None until the step is sampled.
+    pieces: log-probabilities.
+    vectors: pooled vectors of prompts, by place in the plan.
     """
 
     plan: StepPlan
@@ -47,7 +52,7 @@ class Ticket:
 class ModelExecutor:
     """Executor over a model, on a CPU or a CUDA device, by the same code; `model` computes its steps.
 
-    On CUDA `launch` only queues work on the current stream, results leave for the host on a stream of their own, and
+    On CUDA `launch` only queues work on the current stream, results are copied to the host on a separate stream, and
     `collect` waits for them, so that several steps can be in flight; on a CPU `launch` does the work.
     """
 
@@ -62,8 +67,8 @@ class ModelExecutor:
         sampling_backend: SamplingBackend | None = None,
         adapters: LoraManager | None = None,
     ) -> None:
-        """Start with free rows. drafter: made with what chooses tokens, None for no drafts. drawer: of sampled tokens,
-        None for torch's own.
+        """Start with free rows. drafter: makes the drafter, given the sampler's `guess`; None for no drafts.
+        sampling_backend: None to sample by torch.
         """
         self.info = info
         self.kv_pool = pool
@@ -189,7 +194,7 @@ class ModelExecutor:
             self._adapters.begin(plan)
         logits = self.model.step(batch)
         if len(logits):
-            # What is sampled later must outlast the steps in between.
+            # Logits that are sampled later must survive the steps in between.
             ticket.logits = logits.clone() if plan.delay_sampling else logits
         ticket.pieces = prompt_pieces(plan, self._sampler.rows, self.model.logits)
         ticket.vectors = self._pooled.vectors(plan, self.model.hidden)
@@ -231,7 +236,7 @@ class ModelExecutor:
             self._future.store(columns[0], columns[1])
 
     def _send(self, ticket: Ticket, tokens: torch.Tensor) -> None:
-        """Start the way of tokens and log-probabilities to the host."""
+        """Start the copies of tokens, vectors and log-probabilities to the host."""
         ticket.tokens = self._copies.to_host(tokens)
         ticket.vectors = [(place, self._copies.to_host(vector)) for place, vector in ticket.vectors]
         for piece in ticket.pieces:

@@ -51,7 +51,7 @@ class SafetensorsWeights:
         self._stored: dict[str, str] = {}
         for path in _shards(folder):
             try:
-                # One handle a shard for the whole load: opening parses the header anew each time.
+                # One handle per shard for the whole load, because opening a file parses its header.
                 handle: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
@@ -99,21 +99,21 @@ class SafetensorsWeights:
         return tensor
 
     def warn_unused(self, harmless: Iterable[str] = ("lm_head.weight",)) -> None:
-        """Log the tensors nobody asked for, apart from tables that any loader computes itself."""
+        """Log the tensors that were not read, except those that are skipped on purpose."""
         left = sorted(name for name in self._unused if name not in harmless and not _is_known(name))
         if left:
             logger.warning("%d tensors of the checkpoint are not used, for example %s", len(left), left[0])
 
 
 def _plain_name(stored: str) -> str:
-    """The name of a tensor where it is part of a language model inside of a model that can look at pictures too."""
+    """Return the name of a tensor without the prefix of the language model in a multimodal model."""
     if stored.startswith("language_model."):
         return stored.removeprefix("language_model.")
     return stored.replace("model.language_model.", "model.", 1)
 
 
 def _is_known(name: str) -> bool:
-    """Whether a tensor is left out on purpose: a table that any loader computes, or what looks at pictures."""
+    """Whether a tensor is skipped on purpose: a table that is computed, or part of a vision encoder."""
     return name.endswith("inv_freq") or "vision_tower." in name or "multi_modal_projector." in name
 
 

@@ -1,4 +1,4 @@
-"""The seam of fused kernels: what a device may compute in one launch in a decoder of torch layers."""
+"""The interface of fused kernels: what a device may compute in one launch in a decoder of torch layers."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from tokenyard.executor.forward_batch import ForwardBatch
 
 
 class FusedKernels(Protocol):
-    """Takes the place of several torch operations each; see `Decoder.fuse`. All compute in float32 and round once."""
+    """Each method replaces several torch operations; see `Decoder.fuse`. All compute in float32 and round once."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm of [rows, size], times weight [size], in x's dtype."""

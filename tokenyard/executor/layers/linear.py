@@ -13,7 +13,7 @@ class Linear:
     """`x @ weight.T + bias`. On a CPU the weight is kept in oneDNN's own layout where that serves the dtype.
 
     weight: [outputs, inputs]; bias: [outputs] or None. With oneDNN's layout the product is up to twice as fast as
-    `F.linear`, which hands float32 to MKL and lays bfloat16 out anew on each call.
+    `F.linear`, which hands float32 to MKL and converts the layout of bfloat16 on each call.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -33,7 +33,7 @@ class Linear:
 
 
 def can_prepack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies by this weight in a layout of its own."""
+    """Whether oneDNN can multiply by this weight in its own layout."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:

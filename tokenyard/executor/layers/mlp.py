@@ -10,7 +10,7 @@ from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
 
 Gating = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From what gate and up gave, which it may change, to what goes down."""
+"""The activation between the gate and up projections and the down projection; it may change its inputs in place."""
 
 
 def silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from tokenyard.executor.layers.fused import FusedKernels
 class RMSNorm:
     """Scale vectors to a root mean square of one, then by `weight` (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-    weight: [..., size]; leading dimensions match those of the input, so that heads may have weights of their own.
+    weight: [..., size]; leading dimensions match those of the input, so that each head may have its own weights.
     offset: added to the weights, in float32, which are multiplied with before anything is rounded (Gemma).
     """
 

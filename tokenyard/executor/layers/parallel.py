@@ -1,4 +1,4 @@
-"""What the ranks of a model compute of a layer together."""
+"""Layers that are divided over the ranks of a model, and the communication between the ranks."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -15,19 +15,19 @@ Part = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TensorParallelComm(Protocol):
-    """How the ranks of a model make whole what each computes of a layer."""
+    """How the ranks of a model combine their shares of a layer."""
 
     def output(self, part: Part) -> Part:
-        """Put around this rank's product behind the attention."""
+        """Wrap this rank's share of the output projection of the attention."""
 
     def mlp(self, part: Part) -> Part:
-        """Put around this rank's share of what follows the attention."""
+        """Wrap this rank's share of the MLP."""
 
     def embedding(self, rows: torch.Tensor) -> EmbeddingLookup:
         """The embedding, of which this rank has these rows: [tokens of the vocabulary, hidden]."""
 
     def head(self, part: Part, vocabulary: int) -> Part:
-        """Put around this rank's product that makes logits, of so many in all."""
+        """Wrap this rank's share of the LM head; `vocabulary`: logits of all ranks."""
 
 
 class AllReducedLinear:
@@ -42,9 +42,10 @@ class AllReducedLinear:
 
 
 class VocabParallelEmbedding:
-    """An embedding of which each rank has some rows, the same number: rank 0 the first ones, and so on.
+    """An embedding whose rows are divided over the ranks in equal parts, in order of ranks.
 
-    A token is looked up by the rank that has it, the others have zeros, and the sum is exact.
+    The rank that has a token looks it up, the others add zeros, so the sum is exact. SGLang's and vLLM's
+    VocabParallelEmbedding.
     """
 
     def __init__(self, rows: torch.Tensor, group: ProcessGroup, rank: int) -> None:
@@ -74,35 +75,35 @@ class ParallelLMHead:
         if not len(x):
             return part.new_empty(0, self._vocabulary)
         parts = self._group.gather_to_rank0(part)
-        # The last part may have been filled up.
+        # The last part may be padded.
         return torch.cat(parts, dim=-1)[:, : self._vocabulary] if parts else part
 
 
 class AllReduceComm:
-    """A Joint of ranks that share every product of a layer, and the vocabulary (tensor parallelism)."""
+    """The TensorParallelComm of ranks that share every product of a layer, and the vocabulary (tensor parallelism)."""
 
     def __init__(self, group: ProcessGroup, rank: int) -> None:
         self._group, self._rank = group, rank
 
     def embedding(self, rows: torch.Tensor) -> EmbeddingLookup:
-        """See Joint."""
+        """See TensorParallelComm."""
         return VocabParallelEmbedding(rows, self._group, self._rank)
 
     def head(self, part: Part, vocabulary: int) -> Part:
-        """See Joint."""
+        """See TensorParallelComm."""
         return ParallelLMHead(part, self._group, vocabulary)
 
     def output(self, part: Part) -> Part:
-        """See Joint."""
+        """See TensorParallelComm."""
         return AllReducedLinear(part, self._group)
 
     def mlp(self, part: Part) -> Part:
-        """See Joint."""
+        """See TensorParallelComm."""
         return AllReducedLinear(part, self._group)
 
 
 class DpTokenRange:
-    """Where the tokens of this rank stand among those of all ranks in a step: `first` to `first + own` of `total`."""
+    """The range of this rank's tokens among those of all ranks in a step: `first` to `first + own` of `total`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -137,17 +138,17 @@ class DpAttentionComm:
         self._group, self._places = group, places
 
     def embedding(self, rows: torch.Tensor) -> EmbeddingLookup:
-        """See Joint; all of it is here."""
+        """See TensorParallelComm; this rank holds all of it."""
         return rows.__getitem__
 
     def head(self, part: Part, vocabulary: int) -> Part:
-        """See Joint; all of it is here."""
+        """See TensorParallelComm; this rank holds all of it."""
         return part
 
     def output(self, part: Part) -> Part:
-        """See Joint."""
+        """See TensorParallelComm."""
         return part
 
     def mlp(self, part: Part) -> Part:
-        """See Joint."""
+        """See TensorParallelComm."""
         return DpAttentionMlp(part, self._group, self._places)

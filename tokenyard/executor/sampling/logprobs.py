@@ -81,7 +81,7 @@ def prompt_pieces(
 
 
 def prompt_ranges(plan: StepPlan, rows: SamplingRows) -> list[tuple[int, int, LogprobRun]]:
-    """First and end of the tokens of a step whose logits are wanted beside the sampled ones, and what of them."""
+    """Return (first token, end, run) of the prompt positions of a step that report log-probabilities."""
     ranges: list[tuple[int, int, LogprobRun]] = []
     if not rows.starts:
         return ranges

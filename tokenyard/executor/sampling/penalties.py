@@ -13,8 +13,8 @@ FIRST_CAPACITY = 8
 class Penalties:
     """Token counts of the rows that asked for a penalty, and the penalties themselves.
 
-    Counts grow on the device as tokens are sampled, so they hold those of steps still in flight. A row's place in the
-    counts is taken when it starts and given up when its pool row starts anew.
+    Counts grow on the device as tokens are sampled, so they hold those of steps still in flight. A row takes
+    a place in the counts when it starts, and frees it when a row without penalties starts in its pool row.
     """
 
     def __init__(self, max_pool_rows: int, vocab_size: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Samples one token for each row of a step, as its request's parameters say."""
+"""Samples one token for each row of a step by the parameters of its request."""
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ class Sampler:
         device: torch.device,
         sampling_backend: top_k_top_p.SamplingBackend | None = None,
     ) -> None:
-        """Start with no rows. drawer: None chooses by torch."""
+        """Start with no rows. sampling_backend: None to sample by torch."""
         self._sampling_backend = sampling_backend
         self._likeliest = top_k_top_p.likeliest if sampling_backend is None else sampling_backend.likeliest
         self.rows = SamplingRows(max_pool_rows, vocab_size, eos_token_ids, device)

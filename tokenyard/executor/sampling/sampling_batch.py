@@ -21,9 +21,9 @@ NEVER = np.iinfo(np.int64).min
 
 
 class TokenEdits:
-    """What is added to single logits of one row: a bias, and -inf on tokens that would end the answer too soon.
+    """Edits of single logits of a row: logit_bias, and -inf on tokens that would end the answer before min_new_tokens.
 
-    ids, values: logit_bias. ends: ids that are out before position `until`, which is NEVER for no such rule.
+    ids, values: logit_bias. ends: ids that are banned before position `until`, which is NEVER without a minimum.
     """
 
     def __init__(self, start: RowStart, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -22,10 +22,13 @@ NUCLEUS_FRONT = 1024
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Tokens to draw: each of one row of logits, by int64[n] columns on the device.
+    """The tokens to draw, as columns on the device.
 
-    rows: of logits. pool_rows: whose parameters each one is drawn with; `parameters` keeps them. positions: of the
-    tokens. likeliest: int64[m], the first of the largest logits of each row of logits.
+    rows: int64[n], the row of logits of each token.
+    pool_rows: int64[n], the pool row of each token.
+    positions: int64[n], the position of each token.
+    likeliest: int64[m], the first of the largest logits of each row of logits.
+    parameters: the sampling parameters by pool row.
     """
 
     rows: torch.Tensor
@@ -40,7 +43,7 @@ class SamplingInputs:
 
 
 class SamplingBackend(Protocol):
-    """Chooses tokens by kernels of a device. logits: float32[m, vocabulary], the numbers of a row side by side."""
+    """Samples by kernels of a device. logits: float32[m, vocabulary], contiguous within a row."""
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Return int64[m], the first of the largest logits of each row."""
@@ -52,7 +55,7 @@ class SamplingBackend(Protocol):
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """Return int64[n], the first of the largest logits of each row of float32[n, vocabulary]."""
     if logits.device.type == "cpu":
-        # numpy takes a tenth of torch's time, and starts no threads that would spin beside those of the next step.
+        # numpy takes a tenth of torch's time, and starts no threads that would compete with those of the next step.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
@@ -88,7 +91,7 @@ def unmark_nan(tokens: Int32Array) -> tuple[Int32Array, Int64Array]:
     if not marked.any():
         return tokens, np.empty(0, np.int64)
     tokens = np.where(marked, tokens + NAN_MARK, tokens)
-    # Tokens of -1 stand for none.
+    # A token of -1 means none.
     return tokens, np.flatnonzero(marked & (tokens >= 0))
 
 
@@ -102,7 +105,7 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     """Set to -inf what is not among the `top_k` likeliest tokens or not in their nucleus of mass `top_p`.
 
     top_k: int64[n], the vocabulary's size for "all". top_p: float32[n]; the nucleus is taken of what top_k left,
-    normalised anew, and always holds the likeliest token (Holtzman et al. 2019, arXiv 1904.09751). Tokens as likely as
+    renormalised, and always holds the likeliest token (Holtzman et al. 2019, arXiv 1904.09751). Tokens as likely as
     the last one that stays in stay in too. max_k: the host's copy of top_k.max().
     """
     vocabulary = logits.shape[-1]
