@@ -1,4 +1,4 @@
-"""The seam of attention: what a layer asks of whoever attends over the paged KV pool."""
+"""The interface of attention: how a layer calls the backend that attends over the paged KV pool."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -12,10 +12,11 @@ from tokenyard.executor.forward_batch import ForwardBatch
 class AttentionSpec:
     """How a model's layers attend.
 
-    windows: of each layer, how many tokens back (its own included) a token sees, 0 for all. scale: on scores. softcap:
-    what they are held below by `softcap * tanh(score / softcap)`, 0 for none (Gemma 2). sinks: float32[heads] of each
-    layer, a score that joins a head's softmax and has no value (gpt-oss; Xiao et al. 2023, arXiv 2309.17453); () for
-    none.
+    windows: for each layer, how many tokens back (its own included) a token sees, 0 for all.
+    scale: the factor on scores.
+    softcap: scores are capped by `softcap * tanh(score / softcap)`, 0 for none (Gemma 2).
+    sinks: float32[heads] for each layer, a score that joins a head's softmax and has no value (gpt-oss; Xiao et al.
+    2023, arXiv 2309.17453); () for none.
     """
 
     windows: tuple[int, ...]
@@ -31,7 +32,7 @@ class AttentionBackend(Protocol):
     """
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Work out, once for all layers, what the step needs. The page table holds the step's page writes by now."""
+        """Compute, once for all layers, what the step needs. The page table already holds the step's page writes."""
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -54,7 +55,7 @@ class KvSlots(NamedTuple):
 
 
 class FusedKvWriteAttention(AttentionBackend, Protocol):
-    """An AttentionBackend that can also attend behind kernels that write keys and values by themselves."""
+    """An AttentionBackend that can also attend after kernels that write keys and values themselves."""
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -64,13 +65,13 @@ class FusedKvWriteAttention(AttentionBackend, Protocol):
         return self.attend(layer, q, batch)
 
     def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
-        """Return where a layer's keys and values of a prepared batch belong."""
+        """Return where a layer's keys and values of a prepared batch go."""
 
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attend with keys and values that are in the pool: as `forward` behind its writes."""
+        """Attend with keys and values that are in the pool: as `forward` after its writes."""
 
 
 def set_kv_buffer(place: KvSlots, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write keys and values ([T, kv heads, head_dim]) to their place."""
+    """Write keys and values ([T, kv heads, head_dim]) to their slots. SGLang's method of this name."""
     place.keys.index_copy_(0, place.slots, k)
     place.values.index_copy_(0, place.slots, v)

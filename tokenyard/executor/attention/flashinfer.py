@@ -1,7 +1,7 @@
 """Attention by the kernels of the package flashinfer, straight over the page table (Ye et al. 2025, arXiv 2501.01005).
 
-Arguments are those of flashinfer-python 0.7.2.post1, and 0.6.18 has the same. The package has never been run here: the
-tests have one of the same signatures in its place.
+Arguments are those of flashinfer-python 0.7.2.post1, and 0.6.18 has the same. The package itself has never been run
+with this code: the tests replace it by a module with the same signatures.
 """
 
 import importlib.util
@@ -45,7 +45,11 @@ def why_not(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> st
 
 @dataclass(slots=True)
 class _Plan:
-    """The wrappers of a step, by window, and what tells that the device has taken in their plan (None on a CPU)."""
+    """The wrappers of a step.
+
+    decode, extend: by window.
+    taken: recorded when the device has read the plan, None on a CPU.
+    """
 
     decode: dict[int, Any]
     extend: dict[int, Any]
@@ -54,8 +58,11 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Which pages rows read. indptr, last: int32 on the host, where the pages of each row begin and how many tokens its
-    last one has. pages: int32 on the device.
+    """Which pages rows read.
+
+    indptr: int32 on the host, where the pages of each row begin.
+    pages: int32 on the device.
+    last: int32 on the host, how many tokens the last page of each row has.
     """
 
     indptr: torch.Tensor
@@ -72,13 +79,13 @@ class FlashInferAttention(FusedKvWriteAttention):
     """
 
     def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
-        # Here, because it compiles and loads much, and is not installed everywhere.
+        # Imported here, because it compiles and loads much, and is not installed everywhere.
         import flashinfer
 
         self._pool, self._pages, self._spec, self._heads = pool, pages, spec, heads
         self._kv_heads, self._head_dim = pool.tensor.shape[3:]
         device = pool.tensor.device
-        # Zeros, as the decode wrapper asks for. Launches of one stream follow each other, so all may share it.
+        # Zeros, as the decode wrapper requires. Launches of one stream run in order, so all may share it.
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         cores = heads // self._kv_heads not in CUDA_CORE_GROUPS
 
@@ -97,7 +104,7 @@ class FlashInferAttention(FusedKvWriteAttention):
         self._plans.append(self._plans.pop(0))
         plan = self._plans[-1]
         if plan.taken is not None:
-            # A plan leaves from pinned memory of its wrapper, which the next one overwrites. It was taken in steps ago.
+            # A plan is copied from its wrapper's pinned memory, which the next plan overwrites: wait for that copy.
             plan.taken.synchronize()
         decodes, firsts = batch.decode_rows, np.cumsum(batch.counts) - batch.counts
         for window in plan.decode:
@@ -115,7 +122,7 @@ class FlashInferAttention(FusedKvWriteAttention):
             plan.taken.record()
 
     def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
-        """Where a layer's keys and values of a batch belong; see FusedKvWriteAttention."""
+        """Return where a layer's keys and values of a batch go; see FusedKvWriteAttention."""
         return KvSlots(batch.slots, *self._pool.layer(layer))
 
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -135,7 +142,7 @@ class FlashInferAttention(FusedKvWriteAttention):
 
     def _options(self, window: int) -> dict[str, Any]:
         dtype = self._pool.tensor.dtype
-        # Its window does not count the token itself, and -1 is none.
+        # flashinfer's window does not count the token itself, and -1 means none.
         return {
             "window_left": window - 1,
             "logits_soft_cap": self._spec.softcap or None,
@@ -145,7 +152,7 @@ class FlashInferAttention(FusedKvWriteAttention):
         }
 
     def _keys(self, batch: ForwardBatch, firsts: npt.NDArray[np.int64], rows: slice, window: int) -> _Keys:
-        """The pages that some rows read, from those on that the window of their first query reaches."""
+        """Return the pages that some rows read, from the first that the window of their first query reaches."""
         page_size, device = self._pages.page_size, batch.positions.device
         starts, ends = batch.starts[rows], (batch.starts + batch.counts)[rows]
         first_page = np.maximum(starts - (window - 1), 0) // page_size if window else np.zeros_like(starts)
@@ -160,10 +167,10 @@ class FlashInferAttention(FusedKvWriteAttention):
         return _Keys(self._host(indptr), pages, self._host((ends - 1) % page_size + 1))
 
     def _host(self, column: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Numbers as int32 on the host, in memory that the device can read by itself."""
+        """Return numbers as int32 on the host, in pinned memory if the device is a GPU."""
         return pinned(column.astype(np.int32), self._pool.tensor.device)
 
 
 def _offsets(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where each of some runs begins, and where the last one ends."""
+    """Return where each of some runs begins, and where the last one ends."""
     return np.concatenate(([0], np.cumsum(counts)))

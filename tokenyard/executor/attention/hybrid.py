@@ -1,4 +1,4 @@
-"""Attention of a model whose layers with a window have a KV pool of their own."""
+"""Attention of a model whose layers with a window have a separate KV pool."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,8 +16,8 @@ Backend = TypeVar("Backend", bound=AttentionBackend)
 class HybridAttention(Generic[Backend]):
     """An AttentionBackend over two others: one for the layers that see all tokens, one for those with a window.
 
-    Each has the pool and the page table of its layers, which it numbers from 0 on, and knows nothing of the other. For
-    the layers with a window a batch has other slots, and is the same else.
+    Each has the pool and the page table of its layers, which it numbers from 0. For the layers with a window, a batch
+    has other slots, and is otherwise the same.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class HybridAttention(Generic[Backend]):
         pages: PageTable,
         spec: AttentionSpec,
     ) -> None:
-        """`pool` and `pages` are those of the layers that see all tokens, with those of the others behind them."""
+        """`pool` and `pages` are those of the layers that see all tokens; they refer to those of the other layers."""
         assert pool.windows is not None
         assert pages.windows is not None
         full = [layer for layer, window in enumerate(spec.windows) if not window]
@@ -41,7 +41,7 @@ class HybridAttention(Generic[Backend]):
         self._batches: list[ForwardBatch] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Work out what the step needs in each group; see AttentionBackend."""
+        """Compute what the step needs in each group; see AttentionBackend."""
         slots = self._window_pages.slots(batch.pool_rows, batch.positions).to(torch.int64)
         # Rows that fill up a recorded batch write to page 0 in either pool; they only look like pool row 0.
         slots.masked_fill_(batch.slots < self._window_pages.page_size, 0)
@@ -57,7 +57,7 @@ class HybridAttention(Generic[Backend]):
         return backend.forward(own, q, k, v, own_batch)
 
     def _own(self, layer: int) -> tuple[Backend, int, ForwardBatch]:
-        """The backend of a layer's group, the layer's number there and the prepared batch."""
+        """Return the backend of a layer's group, the layer's number there and the prepared batch."""
         group, own = self._places[layer]
         return self._backends[group], own, self._batches[group]
 
@@ -66,7 +66,7 @@ class HybridFusedKvWriteAttention(HybridAttention[FusedKvWriteAttention]):
     """A FusedKvWriteAttention over two others."""
 
     def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
-        """Where a layer's keys and values belong in its group; see FusedKvWriteAttention."""
+        """Return where a layer's keys and values go in its group; see FusedKvWriteAttention."""
         backend, own, own_batch = self._own(layer)
         return backend.place(own, own_batch)
 
@@ -77,6 +77,6 @@ class HybridFusedKvWriteAttention(HybridAttention[FusedKvWriteAttention]):
 
 
 def _part(spec: AttentionSpec, layers: Sequence[int]) -> AttentionSpec:
-    """How some layers attend."""
+    """Return how some layers attend."""
     sinks = tuple(spec.sinks[layer] for layer in layers) if spec.sinks else ()
     return replace(spec, windows=tuple(spec.windows[layer] for layer in layers), sinks=sinks)

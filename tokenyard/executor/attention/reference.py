@@ -30,7 +30,10 @@ MASK_ELEMENTS = 1 << 24
 
 @dataclass(slots=True)
 class _DecodeGroup:
-    """Decode rows that attend together. index: their places in the batch, None for rows 0 .. rows - 1.
+    """Decode rows that attend together.
+
+    index: their places in the batch, None for rows 0 .. rows - 1.
+    rows: how many there are.
     vectors: int32[rows * kv heads * length], which head vectors of the pool they read, head by head.
     mask: [rows, 1, 1, length] to add, or None if all rows have that length.
     """
@@ -43,8 +46,11 @@ class _DecodeGroup:
 
 @dataclass(slots=True)
 class _ChunkBlock:
-    """Tokens first .. last - 1 of the batch, all of one row. vectors: int32[kv heads * keys], or None where the keys
-    are those of the same tokens, just computed. start, mask: see Attend.chunk.
+    """A block of queries of one row.
+
+    first, last: its tokens are first .. last - 1 of the batch.
+    vectors: int32[kv heads * keys], or None where the keys are those of the same tokens, just computed.
+    start, mask: see TorchAttention.chunk.
     """
 
     first: int
@@ -73,7 +79,7 @@ class GatherAttention:
         self._workspace = pool.tensor.new_empty(2, 0, self._head_dim)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Work out which vectors of the pool and which masks the step needs; see AttentionBackend."""
+        """Compute which vectors of the pool and which masks the step needs; see AttentionBackend."""
         for window in dict.fromkeys(self._windows):
             batch.attention[window] = _StepAttention(
                 self._decode_groups(batch, window) if batch.decode_rows else [],
@@ -149,7 +155,7 @@ class GatherAttention:
         first = (last - (window - 1)).clamp_min_(0) if window else torch.zeros_like(last)
         positions = first[:, None] + torch.arange(longest, device=last.device)
         seen = positions <= last[:, None]
-        # Padding reads the row's first token: masked, but finite, whatever other requests left behind in the pool.
+        # Padding reads the row's first token: masked, but finite, whatever other requests have left in the pool.
         slots = self._pages.slots(rows[:, None], torch.where(seen, positions, 0))
         mask = None
         if int(lengths.min()) < longest:
@@ -204,7 +210,7 @@ class GatherAttention:
 
 
 def group_by_length(lengths: npt.NDArray[np.int64], max_group_tokens: int) -> list[npt.NDArray[np.int64]]:
-    """Part rows into groups of like length, so that short rows are not padded to a long one: lists of indices.
+    """Group rows of similar length, so that short rows are not padded to a long one: lists of indices.
 
     A group has one row, or at most `max_group_tokens` tokens with its padding.
     """

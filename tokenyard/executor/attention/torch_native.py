@@ -15,8 +15,10 @@ from tokenyard.executor.attention.backend import AttentionSpec
 
 
 class TorchAttention(Protocol):
-    """A way to attend. `plain_prefix`: whether chunks without a mask may have more keys than queries.
-    `key_multiple`: what the number of keys is a multiple of in decodes, and in chunks without a mask.
+    """A way to attend over gathered keys.
+
+    plain_prefix: whether chunks without a mask may have more keys than queries.
+    key_multiple: what the number of keys is a multiple of in decodes, and in chunks without a mask.
     """
 
     plain_prefix: bool
@@ -39,9 +41,10 @@ class TorchAttention(Protocol):
 
 
 class SdpaAttention:
-    """By torch's fused attention. Query heads that share a key-value head cost no copy of keys: in a decode they stand
-    where a sequence's queries stand, in a chunk they are a batch dimension over which keys are expanded. It knows
-    neither soft caps nor sinks.
+    """Attention by torch's fused kernel, as SGLang's torch_native backend has it.
+
+    Query heads that share a key-value head need no copy of keys: in a decode they take the dimension of queries, in a
+    chunk they are a batch dimension over which keys are expanded. It has neither soft caps nor sinks.
     """
 
     plain_prefix = False
@@ -53,7 +56,7 @@ class SdpaAttention:
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """See Attend."""
+        """See TorchAttention."""
         rows, heads, head_dim = q.shape
         queries = q.view(rows, k.shape[1], -1, head_dim)
         found = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=self._scale)
@@ -62,7 +65,7 @@ class SdpaAttention:
     def chunk(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """See Attend; without a mask `start` must be 0, with as many keys as queries."""
+        """See TorchAttention; without a mask `start` must be 0, with as many keys as queries."""
         queries, heads, head_dim = q.shape
         group = heads // len(k)
         found = F.scaled_dot_product_attention(
@@ -77,7 +80,7 @@ class SdpaAttention:
 
 
 class MatmulAttention:
-    """By matrix products, with the softmax in float32."""
+    """Attention by matrix products, with the softmax in float32."""
 
     plain_prefix = True
     key_multiple = 64
@@ -90,7 +93,7 @@ class MatmulAttention:
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """See Attend."""
+        """See TorchAttention."""
         rows, heads, head_dim = q.shape
         queries = (q * self._spec.scale).view(rows, k.shape[1], -1, head_dim)
         scores = self._capped(torch.matmul(queries, k.transpose(2, 3)))
@@ -102,7 +105,7 @@ class MatmulAttention:
     def chunk(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """See Attend. The queries whose own keys are in one block attend at once, up to the end of that block."""
+        """See TorchAttention. The queries whose own keys are in one block attend together."""
         queries, heads, head_dim = q.shape
         kv_heads, keys = k.shape[:2]
         group = heads // kv_heads
@@ -141,7 +144,7 @@ class MatmulAttention:
 
 
 def choose_torch_attention(device: torch.device, spec: AttentionSpec) -> TorchAttention:
-    """Return the faster one on a kind of device of the ways that can attend so."""
+    """Return the fastest way on a kind of device that supports the spec."""
     return MatmulAttention(spec) if device.type == "cpu" or spec.softcap or spec.sinks else SdpaAttention(spec)
 
 

@@ -1,6 +1,7 @@
-"""The ranks that one process starts on its own machine: rank 0 the others beside it, another node's command all there.
+"""The ranks that one process starts on its own machine.
 
-What they are to compute goes to them through a ring in shared memory, and they give heartbeats there.
+Rank 0 starts the other ranks of node 0; the command of another node starts all ranks of that node. Plans reach the
+ranks through a ring in shared memory, which also holds their heartbeats.
 """
 
 import os
@@ -32,10 +33,17 @@ ROOT_CAUSE_WAIT_NS = NS_PER_S // 2
 
 @dataclass(slots=True)
 class ChildRank:
-    """One rank: its number, its place in the table, what people call it, its process and the socket to it. kv: the
-    descriptor of the memory of its KV, -1 where it keeps that to itself.
+    """One rank, as the process that started it sees it.
 
-    end, ended_ns: how and when it was found to have ended. lost_peers: because it could not reach another rank.
+    rank: its number.
+    place: its column in the heartbeat table.
+    name: its name in messages and logs.
+    process: its process.
+    wire: the socket to it.
+    kv: the descriptor of the memory of its KV, -1 where it does not share that.
+    end: why it ended, "" while it runs.
+    ended_ns: when it was found to have ended.
+    lost_peers: whether it ended because it could not reach another rank.
     """
 
     rank: int
@@ -49,7 +57,7 @@ class ChildRank:
     lost_peers: bool = False
 
     def wait_report(self) -> RankReport:
-        """Wait for what it says while it starts. Raises EngineDeadError if it ends or is late, ConfigError."""
+        """Wait for its next report while it starts. Raises EngineDeadError if it ends or is late, ConfigError."""
         try:
             return self.wire.receive(RankReport, START_TIMEOUT_S)
         except TimeoutError:
@@ -60,7 +68,7 @@ class ChildRank:
             raise ConfigError(f"{self.name} speaks another version of Tokenyard: {error}") from None
 
     def how_it_ended(self) -> str:
-        """Why a process that has ended did so."""
+        """Return the reason why the process ended."""
         with suppress(EOFError, TimeoutError, OSError, msgspec.MsgspecError):
             report = self.wire.receive(RankReport, 0.1)
             self.lost_peers = report.lost_peers
@@ -72,10 +80,10 @@ class ChildRank:
 
 
 class ChildRanks:
-    """The processes of some ranks. `check` is called while they have no room for more, and raises to give up."""
+    """The processes of some ranks. `check` is called while the ring is full, and raises to give up."""
 
     def __init__(self, setups: list[RankSetup], check: Callable[[], None]) -> None:
-        """Start them. setups: with the places 1, 2, ..."""
+        """Start them. setups: one for each rank, with the places 1, 2, ..."""
         self._memory, memory = SharedMemory.create(len(setups) + 1)
         self._children: list[ChildRank] = []
         bells = []
@@ -90,11 +98,11 @@ class ChildRanks:
         return iter(self._children)
 
     def send(self, frame: bytes) -> None:
-        """Have all compute a plan. Raises OSError if one has gone, and what `check` raises."""
+        """Send a plan to all. Raises OSError if one has ended, and what `check` raises."""
         self._ring.send(frame)
 
     def check(self, watch: ProcessWatch) -> str:
-        """Give a heartbeat; returns why they cannot go on, "" if all are well."""
+        """Write a heartbeat; returns why the ranks cannot continue, "" if all are healthy."""
         now = self._memory.alive_ns[0] = watch.beat()
         for child in self._children:
             if child.process.poll() is not None:
@@ -107,11 +115,11 @@ class ChildRanks:
         return ""
 
     def begin_step(self, step: int) -> None:
-        """Note which step the process that starts them has begun."""
+        """Record which step the parent process has begun."""
         self._memory.steps[0] = step
 
     def describe(self) -> list[dict[str, Any]]:
-        """pid, step and silence of the process that starts them, then of each of them."""
+        """Return pid, step and silence of the parent process, then of each rank."""
         now = time.monotonic_ns()
         pids = [os.getpid(), *(child.process.pid for child in self._children)]
         table = zip(pids, self._memory.steps, self._memory.alive_ns, strict=True)
@@ -121,12 +129,12 @@ class ChildRanks:
         ]
 
     def kill(self) -> None:
-        """End them at once."""
+        """Kill them."""
         for child in self._children:
             child.process.kill()
 
     def close(self, patience_s: float) -> None:
-        """Tell them to end, and end those that have not after so long."""
+        """Ask them to end, and kill those that still run after `patience_s`."""
         self._ring.close()
         for child in self._children:
             with suppress(subprocess.TimeoutExpired):
@@ -137,7 +145,7 @@ class ChildRanks:
 
 
 def _start(setup: RankSetup, memory: int) -> tuple[ChildRank, int]:
-    """Start a rank; returns it and the end of its bell to write to."""
+    """Start a rank; returns it and the write end of its bell."""
     ours, theirs = socket.socketpair()
     hears, bell = os.pipe()
     kv = create_memory() if setup.share_kv else -1

@@ -1,4 +1,4 @@
-"""From the name of a model to an executor that runs it over several ranks."""
+"""Loads a model over several ranks and returns its executor."""
 
 import logging
 from typing import Any
@@ -24,11 +24,13 @@ def load_executor(
     share_kv: bool = False,
     **options: Any,
 ) -> Rank0Executor:
-    """Load a model over ranks, each a process: `tp_size` that share every layer, or `pp_size` stages. nodes: fields of
-    `MultiNodeConfig` if some of them are on other machines. share_kv: whether KV is moved or stored, which needs
-    all of it in this machine's memory. The other options are those of `model_loader.load_executor`.
+    """Load a model over ranks, each a process: `tp_size` that share every layer, or `pp_size` stages.
 
-    Raises ConfigError and EngineDeadError, with the rank at fault.
+    nodes: fields of `MultiNodeConfig` if some ranks are on other machines.
+    share_kv: whether KV is moved or stored, which needs all of it in this machine's memory.
+    options: those of `model_loader.load_executor`.
+
+    Raises ConfigError and EngineDeadError, naming the rank at fault.
     """
     size = max(tp_size, pp_size)
     terms = MultiNodeConfig(**nodes) if nodes else None

@@ -1,7 +1,7 @@
 """DP attention: each data-parallel rank has its own attention and KV; the MLPs are divided among the ranks.
 
-Rank 0 listens on a socket in the engine's folder until all others have come. A rank that ends ends all of them, and
-the ranks started in their place connect again.
+Rank 0 listens on a socket in the engine's folder until all others have connected. When one rank ends, all end, and the
+ranks that replace them connect again.
 """
 
 import os
@@ -35,7 +35,7 @@ RETRY_S = 0.1
 
 
 class JoinRequest(msgspec.Struct):
-    """What a rank says when it comes."""
+    """A rank's first message to rank 0: its number, its process and what it loaded."""
 
     rank: int
     pid: int
@@ -43,7 +43,13 @@ class JoinRequest(msgspec.Struct):
 
 
 class JoinReply(msgspec.Struct):
-    """What it is status: how many pages all have, a file by which the ranks connect, rank 0's process; or why not."""
+    """Rank 0's answer to a JoinRequest.
+
+    num_pages: how many pages every rank has.
+    meeting: the file by which the ranks connect.
+    pid: the process of rank 0.
+    refusal: why the rank is refused, "" if it is not.
+    """
 
     num_pages: int
     meeting: str
@@ -52,7 +58,7 @@ class JoinReply(msgspec.Struct):
 
 
 def name_of(rank: int) -> str:
-    """What people call a rank."""
+    """Return the name of a rank in messages and logs."""
     return f"data-parallel rank {rank}"
 
 
@@ -69,7 +75,7 @@ class DpAttentionRanks:
         self._pids: dict[int, int] = {}
         self._barrier: StepBarrier | None = None
         self._closing = threading.Event()
-        # In the engine's own folder: only this user may enter it, and the engine removes it.
+        # In the engine's folder: only this user may enter it, and the engine removes it.
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=Path(place).parent) if rank == 0 else ""
         self._ends: list[socket.socket] = []
         self._meeting = ""
@@ -82,7 +88,7 @@ class DpAttentionRanks:
         return self._receive_all(info) if self.rank == 0 else self._join_rank0(info)
 
     def connect(self, device: torch.device, idle: Callable[[], None]) -> None:
-        """Connect all ranks once they have memory for KV, and watch over them."""
+        """Connect all ranks once they have memory for KV, and start the watch thread."""
         self.group.connect(Rendezvous(file=self._meeting), self.rank, self.size, device)
         own = self._ends[0]
         if self.rank == 0:
@@ -93,7 +99,7 @@ class DpAttentionRanks:
         threading.Thread(target=self._watch, name="stopped ranks", daemon=True).start()
 
     def close(self) -> None:
-        """Leave the others."""
+        """Disconnect from the others."""
         self._closing.set()
         if self.participant is not None:
             self.participant.close()
@@ -144,7 +150,7 @@ class DpAttentionRanks:
                 welcome = wire.receive(JoinReply, max(RETRY_S, end_s - time.monotonic()))
                 break
             except (OSError, EOFError):
-                # Rank 0 has not come yet, or it has ended and another one comes in its place.
+                # Rank 0 does not listen yet, or it has ended and is started again.
                 end.close()
                 if time.monotonic() > end_s:
                     raise EngineDeadError(f"{name_of(0)} did not come to the others") from None
@@ -158,7 +164,7 @@ class DpAttentionRanks:
         return self.participant.lost(error) if self.participant is not None else DeviceLostError(str(error))
 
     def _watch(self) -> None:
-        """End ranks that are stopped: rank 0 stopped_polls after all others, and each of them after rank 0."""
+        """End ranks whose processes are stopped: rank 0 checks all others, and each of them checks rank 0."""
         stopped_polls = dict.fromkeys(self._pids, 0)
         while not self._closing.wait(HEARTBEAT_INTERVAL_S):
             for rank, pid in self._pids.items():
@@ -184,20 +190,20 @@ class DpAttentionExecutor(ModelExecutor):
         self.ranks.participant.on_lost(tell)
 
     def describe_ranks(self) -> list[dict[str, Any]]:
-        """What people should know of this rank; see DistributedExecutor."""
+        """Return the state of this rank; see DistributedExecutor."""
         participant = self.ranks.participant
         assert participant is not None
         status = {"tp_rank": self.ranks.rank, "pid": os.getpid(), "step": participant.rounds, "silent_s": 0.0}
         return [status | {"idle_steps": participant.idle_steps}]
 
     def close(self) -> None:
-        """Leave the others and give back the device's memory."""
+        """Disconnect from the others and release the device's memory."""
         self.ranks.close()
         super().close()
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """Compute along in a step of the others."""
+        """Compute an idle batch in a step of the others."""
         assert isinstance(self.model, TorchModel)
         self.model.idle()
 
@@ -214,16 +220,19 @@ class DpAttentionExecutor(ModelExecutor):
         except DeviceLostError:
             raise
         except Exception as error:
-            # The others are at another place by now.
+            # The others are past this point of the step, so this rank cannot rejoin them.
             raise DeviceLostError(f"{name_of(self.ranks.rank)} failed: {type(error).__name__}: {error}") from error
         finally:
             participant.end()
 
 
 def load_executor(model_path: str, *, meeting: str, rank: int, ranks: int, **options: Any) -> DpAttentionExecutor:
-    """Load the part of data-parallel rank `rank` of `ranks`, and wait for the others. meeting: where rank 0 listens, in
-    a folder that only this user may enter; the other options are those of `model_loader.load_executor`. Raises
-    ConfigError and EngineDeadError.
+    """Load the part of data-parallel rank `rank` of `ranks`, and wait for the others.
+
+    meeting: the path of rank 0's socket, in a folder that only this user may enter.
+    options: those of `model_loader.load_executor`.
+
+    Raises ConfigError and EngineDeadError.
     """
     group = DpAttentionRanks(meeting, rank, ranks)
     part = DpAttentionShard(rank, ranks, group.group, group.agree, group.places)

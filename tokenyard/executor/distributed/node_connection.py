@@ -1,7 +1,7 @@
-"""How the nodes of a model talk: connections over TCP whose ends know one secret, and the messages on them.
+"""Connections between the nodes of a model: TCP between ends that share a secret, and the messages on them.
 
-A connection, and not a queue that connects again by itself: a plan that is lost cannot be made up for, so the end of a
-connection is the end of the group, and the kernel tells of it at once.
+It is a plain connection, not a queue that reconnects: a lost plan cannot be recovered, so the end of a connection ends
+the group, and the kernel reports that end immediately.
 """
 
 import secrets
@@ -29,7 +29,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_
 
 
 class NodeHello(msgspec.Struct, tag=True):
-    """Who opens or takes a connection: node 0, or another one that dials it."""
+    """The first message of each end: node 0, or another node that dials it."""
 
     version: str
     byte_order: str
@@ -38,31 +38,31 @@ class NodeHello(msgspec.Struct, tag=True):
 
 
 class Proof(msgspec.Struct, tag=True):
-    """That one knows the secret; see base.frames."""
+    """Proves that the sender knows the secret; see base.frames."""
 
     mac: bytes
 
 
 class Refused(msgspec.Struct, tag=True):
-    """Why node 0 will not have a node."""
+    """Why node 0 refuses a node."""
 
     why: str
 
 
 class NodeSettings(msgspec.Struct, tag=True):
-    """What a node would compute, by flags; all nodes must have the same."""
+    """The settings of a node that must be the same on all nodes, by flag."""
 
     values: dict[str, Any]
 
 
 class NodeWelcome(msgspec.Struct, tag=True):
-    """All nodes are there, and load. port: where the ranks meet, at the host of node 0."""
+    """All nodes have connected and load their ranks. port: where the ranks connect, at the host of node 0."""
 
     port: int
 
 
 class NodeRankReport(msgspec.Struct, tag=True):
-    """What a rank of a node says while it starts."""
+    """A report of one of the node's ranks while it starts."""
 
     report: RankReport
 
@@ -74,17 +74,21 @@ class NodePlan(msgspec.Struct, tag=True):
 
 
 class NodeHeartbeat(msgspec.Struct, tag=True):
-    """Node 0 is well."""
+    """Node 0 is alive."""
 
 
 class NodeStatus(msgspec.Struct, tag=True):
-    """A node is well; what is to be known of its ranks."""
+    """A node's heartbeat, with the state of its ranks."""
 
     ranks: list[dict[str, Any]]
 
 
 class NodeEnded(msgspec.Struct, tag=True):
-    """The sender cannot go on, or was told to end ("" from node 0). wrong_settings: trying again is of no use."""
+    """The sender ends.
+
+    reason: why; "" from node 0 if it was told to end.
+    wrong_settings: whether a retry cannot succeed.
+    """
 
     reason: str
     wrong_settings: bool = False
@@ -130,7 +134,7 @@ class NodeConnection:
         return str(self._sock.getsockname()[0])
 
     def send(self, message: Message) -> None:
-        """Send a message. Raises OSError if the other end has gone, or takes nothing for SEND_S."""
+        """Send a message. Raises OSError if the other end has closed, or accepts nothing for SEND_S."""
         body = _encoder.encode(message)
         with self._lock:
             self._sock.sendall(frame(self._own_seal.close(body)))
@@ -146,7 +150,7 @@ class NodeConnection:
             raise HandshakeError(f"a message that does not decode: {error}") from None
 
     def leave(self, last: Message) -> None:
-        """Say a last word, if the other end takes it at once, and nothing more."""
+        """Send a last message if that does not block."""
         if self._lock.acquire(timeout=GIVE_UP_S):
             try:
                 self._sock.send(frame(self._own_seal.close(_encoder.encode(last))), socket.MSG_DONTWAIT)
@@ -157,11 +161,11 @@ class NodeConnection:
         self._shut(socket.SHUT_WR)
 
     def shut_down(self) -> None:
-        """End the connection from any thread: whatever waits for it raises."""
+        """End the connection from any thread: threads that wait for it raise."""
         self._shut(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self._sock.close()
 
     def _shut(self, how: int) -> None:
@@ -174,9 +178,9 @@ class NodeConnection:
 def open_node_connection(
     sock: socket.socket, own: NodeHello, secret: bytes, *, dialled: bool
 ) -> tuple[NodeConnection, NodeHello]:
-    """Shake hands within HANDSHAKE_S; returns the link and the other end's hello.
+    """Shake hands within HANDSHAKE_S; returns the connection and the other end's hello.
 
-    Raises HandshakeError for an end that cannot be talked to, EOFError and OSError for one that has gone.
+    Raises HandshakeError for an incompatible or unauthenticated end, EOFError and OSError for one that has closed.
     """
     sock.settimeout(HANDSHAKE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""What a rank has of a model that is divided, and the ways of dividing one."""
+"""The part of a divided model that a rank has, and the names of the ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Protocol
@@ -35,11 +35,11 @@ class ModelPartition(Protocol):
 
     @property
     def rank(self) -> int:
-        """Its number, from 0."""
+        """The rank's number, from 0."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     def agree(self) -> AgreePages:
@@ -72,8 +72,10 @@ def name_of(form: ParallelKind, rank: int, size: int) -> str:
 
 
 def layers_only(part: ModelPartition, model_impl: str) -> str:
-    """What computes a part of a model: torch's layers, as ranks meet within a step. Raises ConfigError where whole
-    steps by native kernels are asked for by name.
+    """Return the implementation that computes a part of a model: torch's layers, as ranks exchange tensors within a
+    step.
+
+    Raises ConfigError where `model_impl` demands whole steps by native kernels.
     """
     if model_impl == "native":
         raise ConfigError(f"--model-impl native computes whole steps and cannot be used with {part.flag}; leave it out")

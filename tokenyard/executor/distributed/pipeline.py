@@ -45,7 +45,7 @@ class PipelineStage:
         return
 
     def layers(self, whole: ModelConfig) -> range:
-        """The layers of this stage; the first stages have one more where they cannot all have as many."""
+        """Return the layers of this stage; the first stages have one more where the number does not divide evenly."""
         stage, (least, more) = stage_of(self.rank, self.size), divmod(whole.num_layers, self.size)
         first = stage * least + min(stage, more)
         return range(first, first + least + (stage < more))
@@ -71,7 +71,7 @@ class PipelineStage:
         return _StageWeights(source, self.layers(whole).start)
 
     def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
-        """See ModelPartition; logits are the last stage's affair."""
+        """See ModelPartition; only the last stage computes logits."""
         if self.rank > 1:
             batch.hidden = self.group.receive(model.hidden_like(batch), self.rank - 1)
         elif open_tokens:
@@ -102,8 +102,8 @@ class _StageWeights:
 class PipelineExecutor(Rank0Executor):
     """Executor over the last stage of a model.
 
-    A launch only tells the other stages what to compute, so that they work ahead; the last stage computes and samples a
-    step when it is collected. Plans that are launched meanwhile are in flight in the stages before.
+    A launch only sends the plan to the other stages, so that they work ahead; the last stage computes and samples a
+    step when it is collected. Plans launched meanwhile are in flight in the earlier stages.
     """
 
     def __init__(self, ranks: ModelRanks, stage: PipelineStage, *parts: Any) -> None:
@@ -129,13 +129,13 @@ class PipelineExecutor(Rank0Executor):
             raise TokenyardError(f"step {ticket.plan.step} is collected before it was sampled")
         try:
             while (first := self._launched.popleft()) is not ticket:
-                # Nobody wants to know, but the stages before have computed it.
+                # The result is not needed, but the earlier stages have computed it.
                 self._compute(first)
             return super().collect(self._compute(ticket))
         except DeviceLostError:
             raise
         except Exception as error:
-            # The stages before are at another step by now.
+            # The earlier stages are at another step, so this one cannot rejoin them.
             raise self.ranks.give_up(f"{self.ranks.own_name} failed: {type(error).__name__}: {error}") from error
 
     def _compute(self, ticket: Ticket) -> Ticket:

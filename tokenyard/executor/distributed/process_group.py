@@ -19,8 +19,11 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 
 
 class Rendezvous(msgspec.Struct):
-    """By what the ranks connect: a file, in a folder that only this user may enter, or where they are on several
-    machines a store that rank 0 keeps at `host` and `port`. address: where the others reach this machine.
+    """How the ranks find each other.
+
+    file: on one machine, a file in a folder that only this user may enter.
+    host, port: on several machines, where rank 0 keeps a store.
+    address: where the other ranks reach this machine.
     """
 
     file: str = ""
@@ -56,7 +59,7 @@ class TorchProcessGroup:
     def connect(
         self, meeting: Rendezvous, rank: int, size: int, device: torch.device, listener: socket.socket | None = None
     ) -> None:
-        """Meet the other ranks and wait for all of them. listener: what rank 0 keeps a store at, if it does."""
+        """Connect to the other ranks and wait for all of them. listener: the socket of rank 0's store, if any."""
         try:
             store = _store(meeting, size, listener)
         except RuntimeError as error:
@@ -101,8 +104,10 @@ class TorchProcessGroup:
         return parts
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor to a rank, which receives those of this rank in the same order. Returns while it may still be
-        on its way, so it must not be changed; waits while more than MAX_PENDING_SENDS are.
+        """Send a tensor to a rank, which receives those of this rank in the same order.
+
+        The send is asynchronous, so the tensor must not be changed afterwards; waits while more than MAX_PENDING_SENDS
+        are pending.
         """
         try:
             self._sent.append((self._group.send([tensor], to, 0), tensor))

@@ -51,10 +51,10 @@ class ProcessWatch:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for what a process does, such as R, S, T (stopped) or Z (ended); "" where none is known."""
+    """Return the kernel's state letter of a process, such as R, S, T (stopped) or Z (ended); "" if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    # The name before it may hold anything, parentheses too.
+    # The process name before it may contain any character, parentheses too.
     return stat.rpartition(")")[2].split()[0]

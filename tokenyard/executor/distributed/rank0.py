@@ -1,8 +1,8 @@
 """Rank 0 of a model over several ranks: it starts the others, sends them each plan, and samples.
 
-A plan goes to the other ranks as bytes (`base.plan_bytes`) through a ring in shared memory, and all compute along. What
-a token was sampled from never leaves rank 0: tokens that only its device knows reach the others as the inputs of the
-next step, so that ranks cannot disagree about them.
+A plan goes to the other ranks as bytes (`base.plan_bytes`) through a ring in shared memory, and all ranks compute it.
+Only rank 0 samples: tokens that only its device knows reach the others as the inputs of the next step, so that ranks
+cannot disagree about them.
 """
 
 import logging
@@ -61,9 +61,12 @@ class ModelRanks:
         *,
         share_kv: bool = False,
     ) -> None:
-        """Start the ranks of this node, and wait for the other nodes. options: those of `load_executor`, JSON
-        values only. form: how the model is divided. terms: how nodes find each other, None for this machine alone.
-        share_kv: whether this process maps the KV of all.
+        """Start the ranks of this node, and wait for the other nodes.
+
+        options: those of `load_executor`, JSON values only.
+        form: how the model is divided.
+        terms: how nodes find each other, None for this machine alone.
+        share_kv: whether this process maps the KV of all ranks.
         """
         self.size, self.form = size, form
         self.own_name = name_of(form, 0, size)
@@ -109,7 +112,7 @@ class ModelRanks:
         return replace(info, num_pages=agreed.num_pages)
 
     def connect(self, device: torch.device) -> None:
-        """Connect all ranks once they have memory for KV, and watch over them. Raises as `agree`."""
+        """Connect all ranks once they have memory for KV, and start the watch thread. Raises as `agree`."""
         for child in self._children:
             report = self._ready(child.name, child.wait_report())
             if self.kv is not None and report.kv is not None:
@@ -123,7 +126,7 @@ class ModelRanks:
         self._folder.cleanup()
 
     def send(self, plan: StepPlan, ranges: Sequence[Range] = ()) -> None:
-        """Have the other ranks compute a plan. ranges: see `encode_step`. Raises DeviceLostError."""
+        """Send a plan to the other ranks. ranges: see `encode_step`. Raises DeviceLostError."""
         self._check()
         self._children.begin_step(plan.step)
         data = encode_step(plan, ranges)
@@ -135,7 +138,7 @@ class ModelRanks:
             raise self._connection_failed(error) from error
 
     def give_up(self, reason: str) -> DeviceLostError:
-        """End all ranks; returns the error to raise. The first reason counts."""
+        """End all ranks; returns the error to raise, which has the first reason given."""
         if not self._reason:
             self._reason = reason
             self._children.kill()
@@ -147,7 +150,7 @@ class ModelRanks:
         return DeviceLostError(self._reason)
 
     def notify_loss(self, tell: Callable[[str], None]) -> None:
-        """Call `tell`, from another thread, with the reason when a rank is lost; at once if one is already."""
+        """Call `tell`, from another thread, with the reason when a rank is lost; immediately if one already is."""
         self.on_lost = tell
         if self._lost.is_set():
             tell(self._reason)
@@ -181,7 +184,7 @@ class ModelRanks:
         self._folder.cleanup()
 
     def _connect_nodes(self, terms: MultiNodeConfig, options: dict[str, Any]) -> None:
-        """Wait for the other nodes, and have them load."""
+        """Wait for the other nodes, and start their loading."""
         self._nodes = wait_for_nodes(terms, terms.facts(options, self.form, self.size))
         address = self._nodes[0].link.own_address
         self._store = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -193,7 +196,7 @@ class ModelRanks:
         logger.info("all %d nodes are there", terms.count)
 
     def _remote(self) -> Iterator[tuple[RemoteNode, str]]:
-        """For each rank of the other nodes its node, and what people call it."""
+        """Yield the node and the name of each rank of the other nodes."""
         for node in self._nodes:
             assert self._terms is not None
             for rank in self._terms.ranks_of(node.number, self.size):
@@ -224,7 +227,7 @@ class ModelRanks:
         return self.give_up(f"the ranks of the model lost each other: {error}")
 
     def _watch(self) -> None:
-        """Look after the others, and give heartbeats to them."""
+        """Check the other ranks and send them heartbeats."""
         watch = ProcessWatch()
         while not self._closing.wait(HEARTBEAT_INTERVAL_S):
             if reason := self._children.check(watch):
@@ -247,8 +250,9 @@ class Rank0Executor(ModelExecutor):
         self.ranks = ranks
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Say where the KV of pages lies, at all ranks; see Executor. Raises ConfigError where some of it is out of
-        reach.
+        """Return where the KV of pages lies, at all ranks; see Executor.
+
+        Raises ConfigError where some of it is not mapped here.
         """
         own, others = super().pieces(pages), self.ranks.kv
         if others is None or len(others) != self.ranks.size - 1 or own.device != "cpu":
@@ -264,16 +268,16 @@ class Rank0Executor(ModelExecutor):
         return self.ranks.describe()
 
     def close(self) -> None:
-        """End the other ranks and give back the device's memory."""
+        """End the other ranks and release the device's memory."""
         self.ranks.close()
         super().close()
 
 
 class TensorParallelExecutor(Rank0Executor):
-    """Executor over rank 0's share of each layer; the other ranks compute along."""
+    """Executor over rank 0's share of each layer; the other ranks compute theirs in the same step."""
 
     def _run(self, ticket: Ticket) -> None:
-        """Compute a step together. A rank that fails within it is at another place than the others: all end."""
+        """Compute a step with all ranks. A rank that fails within it cannot rejoin the others, so all end."""
         plan = ticket.plan
         self.ranks.send(plan, [(first, end) for first, end, _ in prompt_ranges(plan, self._sampler.rows)])
         try:

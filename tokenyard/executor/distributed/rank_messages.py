@@ -1,4 +1,4 @@
-"""What the ranks of a model tell each other while they start: lines of JSON on a socket to each from rank 0."""
+"""The messages of the ranks of a model while they start: lines of JSON on a socket to each rank."""
 
 import socket
 import struct
@@ -72,7 +72,7 @@ class RankReport(msgspec.Struct):
 
 
 class AgreedNumPages(msgspec.Struct, tag=True):
-    """How many pages all ranks have."""
+    """The number of pages that every rank has."""
 
     num_pages: int
 
@@ -89,7 +89,7 @@ class RankSocket:
         return self._end.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; one to a rank that has gone is lost."""
+        """Send a message; one to a rank that has ended is dropped."""
         try:
             self._end.sendall(msgspec.json.encode(message) + b"\n")
         except OSError:
@@ -113,8 +113,9 @@ class RankSocket:
 
 
 def check_report(name: str, report: RankReport, own: ExecutorInfo, may_differ: tuple[str, ...] = OWN_FIELDS) -> int:
-    """Return how many pages the rank of this name has room for. Raises ConfigError for wrong settings or such that are
-    not rank 0's, EngineDeadError for another failure. may_differ: fields that are not compared.
+    """Return how many pages the rank of this name has room for. may_differ: fields that are not compared with rank 0's.
+
+    Raises ConfigError for wrong settings or ones that differ from rank 0's, EngineDeadError for another failure.
     """
     if report.failure:
         raise (ConfigError if report.wrong_settings else EngineDeadError)(f"{name}: {report.failure}")

@@ -53,7 +53,7 @@ class RankProcess:
         setproctitle.setproctitle(f"tokenyard: {setup.name} of rank {setup.options.get('rank', 0)}")
 
     def run(self) -> None:
-        """Load this rank's part of the model and compute what comes, until rank 0 closes the ring."""
+        """Load this rank's part of the model and compute each plan received, until rank 0 closes the ring."""
         die_with_parent(self._setup.parent_pid)
         executor = self._load()
         kv = None if self._pool_memory is None else layout_of(executor.kv_pool)
@@ -74,7 +74,7 @@ class RankProcess:
         return load_executor(setup.model_path, **setup.options, part=self._part, pool_memory=self._pool_memory)
 
     def _agree(self, info: ExecutorInfo) -> ExecutorInfo:
-        """Tell rank 0 what was loaded and take the number of pages from it."""
+        """Report to rank 0 what was loaded and receive the number of pages."""
         self._wire.send(RankReport(info=info))
         return replace(info, num_pages=self._wire.receive(AgreedNumPages).num_pages)
 
@@ -88,7 +88,7 @@ class RankProcess:
         self._part.compute(model, batch, ranges, open_tokens=bool(plan.tokens.min() < 0))
 
     def _send_heartbeats(self) -> None:
-        """Give heartbeats, and end the process that started this one if it is stalled: all ranks end together."""
+        """Write heartbeats, and end the parent process if it is stalled: all ranks end together."""
         parent, watch = self._setup.parent_pid, ProcessWatch()
         while True:
             self._memory.alive_ns[self._setup.place] = watch.beat()
@@ -99,7 +99,7 @@ class RankProcess:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel end this process when its parent ends; does nothing but on Linux."""
+    """Make the kernel end this process when its parent ends. On Linux only; elsewhere it does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

@@ -52,8 +52,12 @@ WEIGHTS = "--model-path"
 class MultiNodeConfig:
     """How the nodes of a model find each other.
 
-    count: how many there are, and this is number `number`. host, port: where node 0 listens. secret: they share it.
-    timeout_s: how long they wait for each other. weights: a digest of the model's, as its folder may be elsewhere.
+    count: the number of nodes.
+    number: the number of this node.
+    host, port: where node 0 listens.
+    secret: the secret that all nodes share.
+    timeout_s: how long nodes wait for each other.
+    weights: a digest of the model's weights, whose folder may differ between nodes.
     """
 
     count: int
@@ -66,11 +70,11 @@ class MultiNodeConfig:
 
     @property
     def place(self) -> str:
-        """The address of node 0, as people write it."""
+        """The address of node 0, as HOST:PORT."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def facts(self, options: dict[str, Any], form: ParallelKind, size: int) -> dict[str, Any]:
-        """What all nodes must have the same, by flags."""
+        """Return the settings that must be the same on all nodes, by flag."""
         flags = {FLAG_OF_OPTION.get(name, f"--{name.replace('_', '-')}"): value for name, value in options.items()}
         own = {f"--{name.replace('_', '-')}" for name in OF_EACH_NODE}
         shared = {flag: value for flag, value in flags.items() if flag not in own}
@@ -78,13 +82,13 @@ class MultiNodeConfig:
         return division | shared | {WEIGHTS: self.weights}
 
     def ranks_of(self, node: int, size: int) -> range:
-        """The ranks of a model of `size` ranks that a node has."""
+        """Return the ranks that a node has, of a model of `size` ranks."""
         each = size // self.count
         return range(node * each, (node + 1) * each)
 
 
 class RemoteNode:
-    """Another node, once it is there. A thread listens to it. on_ended: is told when it has gone."""
+    """Another node that has connected. A thread receives its messages, and calls `on_ended` when it ends."""
 
     def __init__(self, number: int, link: NodeConnection) -> None:
         self.number, self.link = number, link
@@ -97,7 +101,7 @@ class RemoteNode:
         self._listener.start()
 
     def wait_report(self, name: str) -> RankReport:
-        """Wait for what the next of its ranks says while it starts. Raises EngineDeadError."""
+        """Wait for the report of the next of its ranks while it starts. Raises EngineDeadError."""
         try:
             report = self._reports.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
@@ -107,7 +111,7 @@ class RemoteNode:
         return report
 
     def close(self, last: NodeEnded) -> None:
-        """Tell it to end, and let go of it."""
+        """Send it a last message, and close the connection."""
         self.link.leave(last)
         self._listener.join(END_TIMEOUT_S)
         self.link.close()
@@ -138,7 +142,7 @@ class RemoteNode:
 def wait_for_nodes(terms: MultiNodeConfig, facts: dict[str, Any]) -> list[RemoteNode]:
     """Wait at node 0 for all other nodes; returns them by number.
 
-    One with another secret or other settings is told so, and waited for further. Raises ConfigError if node 0 cannot
+    A node with another secret or other settings is refused, and the wait goes on. Raises ConfigError if node 0 cannot
     listen at the address, EngineDeadError if a node is late.
     """
     try:
@@ -177,7 +181,7 @@ def _accept_node(
     facts: dict[str, Any],
     present: dict[int, RemoteNode],
 ) -> bool:
-    """Take the next connection; returns whether there was one in time."""
+    """Accept the next connection; returns whether there was one in time."""
     listener.settimeout(left_s)
     try:
         sock, address = listener.accept()
@@ -208,7 +212,7 @@ def _why_not(
     facts: dict[str, Any],
     present: dict[int, RemoteNode],
 ) -> str:
-    """Why a node is not taken, "" if it is."""
+    """Return why a node is refused, "" if it is not."""
     name = f"node {hello.node}"
     for flag in [*facts, *(flag for flag in settings.values if flag not in facts)]:
         here, there = facts.get(flag), settings.values.get(flag)

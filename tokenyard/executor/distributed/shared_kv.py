@@ -1,8 +1,8 @@
 """KV of the ranks of a machine in memory that rank 0 maps too, so that it can be stored and moved as KV of one process.
 
-A page's KV is the pieces of all ranks, one rank after the other. Rank 0 copies them without asking anybody: it touches
-pages that no plan is computing, and a step that it has finished was finished by the other ranks before, as they take
-part in its last sum or send what it begins with.
+A page's KV is the pieces of all ranks, one rank after the other. Rank 0 copies them without synchronizing with the
+other ranks: it copies only pages that no plan is computing, and when rank 0 has finished a step the others have too,
+as they take part in its last sum or send its input.
 """
 
 import mmap
@@ -22,8 +22,11 @@ PoolMemory = Callable[[int], torch.Tensor]
 
 
 class KvLayout(msgspec.Struct):
-    """Where the KV of pages lies in a rank's memory: the first page's pieces, the way to the next page's, and their
-    size, in bytes each.
+    """Where the KV of pages lies in a rank's memory, in bytes.
+
+    offsets: where the pieces of the first page begin.
+    stride: the distance from a page's piece to that of the next page.
+    nbytes: the size of a piece.
     """
 
     offsets: list[int]
@@ -32,7 +35,7 @@ class KvLayout(msgspec.Struct):
 
 
 def create_memory() -> int:
-    """Make memory without a name and without a size; returns the descriptor that other processes open it by."""
+    """Create anonymous memory of size 0; returns the descriptor by which other processes open it."""
     if hasattr(os, "memfd_create"):
         # A container's /dev/shm is often too small for a pool.
         return os.memfd_create("tokenyard-kv")
@@ -41,7 +44,7 @@ def create_memory() -> int:
 
 
 def pool_memory(fd: int) -> PoolMemory:
-    """What makes a pool in the memory behind a descriptor."""
+    """Return a function that allocates a pool in the memory behind a descriptor."""
 
     def make(nbytes: int) -> torch.Tensor:
         os.ftruncate(fd, nbytes)
@@ -51,7 +54,7 @@ def pool_memory(fd: int) -> PoolMemory:
 
 
 def layout_of(pool: KvPool) -> KvLayout:
-    """Where the KV of pages lies in a pool."""
+    """Return where the KV of pages lies in a pool."""
     found = pool.pieces(np.arange(2, dtype=np.int32))
     offsets = found.addresses[0] - pool.tensor.data_ptr()
     return KvLayout(offsets.tolist(), int(found.addresses[1, 0] - found.addresses[0, 0]), found.nbytes)
@@ -61,13 +64,13 @@ class MappedKv:
     """The KV of another rank, as rank 0 sees it."""
 
     def __init__(self, fd: int, layout: KvLayout) -> None:
-        """Map the memory behind a descriptor, which may be closed then."""
+        """Map the memory behind a descriptor, which may be closed afterwards."""
         self._memory = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
         self._origins = self._memory.ctypes.data + np.array(layout.offsets, np.int64)
         self._stride, self.nbytes = layout.stride, layout.nbytes
 
     def addresses(self, pages: Int32Array) -> Int64Array:
-        """Where the pieces of pages lie in this process: int64[pages, pieces]."""
+        """Return the addresses of the pieces of pages in this process: int64[pages, pieces]."""
         return self._origins + pages.astype(np.int64)[:, None] * self._stride
 
 

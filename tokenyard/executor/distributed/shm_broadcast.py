@@ -1,10 +1,11 @@
-"""Frames of bytes from one process to several others on the same machine, through memory that they share.
+"""Broadcasts frames of bytes from one process to several others on the same machine, through shared memory.
 
-The writer copies a frame into a ring once for all readers, and rings a bell (a byte on a pipe) for each piece. A reader
-waits for the bell before it looks at the ring: the pipe wakes it, tells it when the writer is gone, and orders the
-memory of the two processes on any processor. A frame may be longer than the ring: it goes in pieces.
+The counterpart of vLLM's ShmRingBuffer. The writer copies a frame into a ring once for all readers, and writes
+a byte to each reader's pipe (its *bell*) for each piece. A reader waits for the bell before it reads the ring: the pipe
+wakes it, reports the end of the writer, and orders the memory of the two processes on any processor. A frame longer
+than the ring goes in pieces.
 
-The same memory holds a table of heartbeats: for each process when it last was well and which step it began.
+The same memory holds a table of heartbeats: when each process last was alive, and which step it began.
 """
 
 import mmap
@@ -25,9 +26,9 @@ _PIECE = struct.Struct("=qq")
 
 
 class SharedMemory:
-    """The memory behind a file without a name: a table int64[3, ranks] (bytes read, time of life, step), then the ring.
+    """An unnamed file's memory: a table int64[3, ranks] (bytes read, latest heartbeat in ns, step), then the ring.
 
-    It is gone when the last process that has it open ends, however that ends.
+    The kernel frees it when the last process that has it open ends.
     """
 
     def __init__(self, fd: int, ranks: int) -> None:
@@ -38,7 +39,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, ranks: int) -> tuple["SharedMemory", int]:
-        """Make such memory; returns it and the descriptor that other processes open it by."""
+        """Create such memory; returns it and the descriptor by which other processes open it."""
         place = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None
         with tempfile.TemporaryFile(dir=place) as file:
             file.truncate(mmap.ALLOCATIONGRANULARITY + RING_BYTES)
@@ -46,7 +47,7 @@ class SharedMemory:
         return cls(fd, ranks), fd
 
     def write(self, place: int, data: bytes) -> None:
-        """Write at `place`, counted in bytes since the beginning, around the end of the ring if need be."""
+        """Write at `place`, counted in bytes since the beginning; wraps at the end of the ring."""
         begin = place % RING_BYTES
         first = min(len(data), RING_BYTES - begin)
         start = self._table_bytes + begin
@@ -66,7 +67,7 @@ class SharedMemory:
 class RingWriter:
     """Sends frames to the readers 1, 2, ... of a table; `bells` are pipes to them, in that order.
 
-    While the ring is full, `check` is called, which raises if a reader is not to be waited for any more.
+    While the ring is full, `check` is called, which raises if a reader has failed.
     """
 
     def __init__(self, memory: SharedMemory, bells: list[int], check: Callable[[], None]) -> None:
@@ -94,7 +95,7 @@ class RingWriter:
             os.write(bell, b".")
 
     def close(self) -> None:
-        """Tell the readers that no more frames come."""
+        """Signal the readers that no more frames come."""
         for bell in self._bells:
             os.close(bell)
         self._bells = []

@@ -1,9 +1,9 @@
-"""Data-parallel ranks that compute every step together: who has tokens says so, and the others compute along.
+"""Synchronizes the steps of data-parallel ranks: when one rank has tokens, all compute a step together.
 
 A *round* is one step of all ranks. A rank that has a step asks for a round; the hub, a thread of rank 0, then calls all
-others, and each answers with the tokens of its own step, or none. When all have answered, all are told all counts and
-compute. A rank that has nothing to do does so in the thread that listens to the hub: an idle batch. Nobody waits for a
-clock, and ranks that all have nothing to do sleep.
+others, and each answers with the number of tokens of its own step, or 0. When all have answered, the hub sends all
+counts to all ranks, and they compute. A rank without a step computes an idle batch in the thread that listens to the
+hub. No rank polls a clock, and ranks sleep while none has a step.
 """
 
 import logging
@@ -29,7 +29,7 @@ FREE, ASKED, OWN = "free", "asked", "own"
 
 
 class StepBarrier:
-    """Opens rounds. ends: a packet socket to each rank, by rank; names: what people call the ranks."""
+    """Opens rounds. ends: a packet socket to each rank, by rank; names: the names of the ranks in messages."""
 
     def __init__(self, ends: list[socket.socket], names: list[str]) -> None:
         self._ends, self._names = ends, names
@@ -59,7 +59,7 @@ class StepBarrier:
     def _tell(self, data: bytes, but: int = -1) -> None:
         for rank, end in enumerate(self._ends):
             if rank != but:
-                # One that has gone is found by its silence.
+                # A rank that has ended is detected when its socket reports the end.
                 with suppress(OSError):
                     end.send(data)
 
@@ -73,7 +73,7 @@ class StepBarrier:
 
 
 class Participant:
-    """One rank. idle: computes an idle batch; begin_step: is told the tokens of each rank before a step."""
+    """One rank. idle: computes an idle batch; begin_step: gets the number of tokens of each rank before a step."""
 
     def __init__(
         self, end: socket.socket, idle: Callable[[], None], begin_step: Callable[[list[int]], None], rank0_name: str
@@ -89,7 +89,7 @@ class Participant:
         threading.Thread(target=self._listen, name="rounds of this rank", daemon=True).start()
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
-        """Call `tell`, from another thread, with the reason when a rank is lost; at once if one is already."""
+        """Call `tell`, from another thread, with the reason when a rank is lost; immediately if one already is."""
         with self._changed:
             self._tell_loss = tell
             lost = bool(self._reason)
@@ -97,7 +97,7 @@ class Participant:
             tell(self._reason)
 
     def begin(self, tokens: int) -> None:
-        """Wait for a round for a step of this rank's own, of `tokens`. Raises DeviceLostError, else `end` follows."""
+        """Wait for a round for this rank's step of `tokens` tokens; call `end` afterwards. Raises DeviceLostError."""
         with self._changed:
             self._wait_for(FREE)
             self._state = ASKED
@@ -105,18 +105,18 @@ class Participant:
             self._wait_for(OWN)
 
     def end(self) -> None:
-        """The step was computed, or failed."""
+        """Mark the step as computed or failed."""
         with self._changed:
             self._state = FREE
             self._changed.notify_all()
 
     def lost(self, error: Exception) -> DeviceLostError:
-        """The error to raise where a rank cannot be reached."""
+        """Return the error to raise where a rank cannot be reached."""
         with self._changed:
             return DeviceLostError(self._reason or f"the ranks of the model lost each other: {error}")
 
     def close(self) -> None:
-        """Leave the others, who end."""
+        """Disconnect from the others, which then end."""
         self._closing = True
         self._say(LEAVES)
         with suppress(OSError):
@@ -146,11 +146,11 @@ class Participant:
         self._tell_loss(self._reason)
 
     def _join(self) -> None:
-        """Answer a call: with no tokens, unless this rank has asked itself meanwhile."""
+        """Answer a call with 0 tokens, unless this rank has asked for a round meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: self._state != OWN)
             if self._state == FREE:
-                # No step of our own may begin before this round is over.
+                # This rank's next step may not begin before this round ends.
                 self._state = "idle"
                 self._say(0)
 

@@ -46,7 +46,7 @@ class TensorParallelShard:
 
     @property
     def tp_comm(self) -> TensorParallelComm:
-        """Sums behind the attention and behind the MLP."""
+        """Sums after the attention and after the MLP."""
         return AllReduceComm(self.group, self.rank)
 
     def config(self, whole: ModelConfig) -> ModelConfig:
@@ -83,8 +83,9 @@ class TensorParallelShard:
 
 @dataclass(frozen=True, slots=True)
 class DpAttentionShard:
-    """See ModelPartition. All of the attention, and a share of what follows it: a data-parallel rank that attends for
-    requests of its own. places: where its tokens stand in a step.
+    """See ModelPartition. A data-parallel rank with the whole attention, for its own requests, and a share of each MLP.
+
+    places: the range of its tokens in a step.
     """
 
     flag: ClassVar[str] = "--enable-dp-attention"
@@ -99,7 +100,7 @@ class DpAttentionShard:
 
     @property
     def tp_comm(self) -> TensorParallelComm:
-        """Sums before and behind the MLP."""
+        """Sums before and after the MLP."""
         return DpAttentionComm(self.group, self.places)
 
     def config(self, whole: ModelConfig) -> ModelConfig:
@@ -117,7 +118,7 @@ class DpAttentionShard:
 
 
 def inner_sizes(whole: ModelConfig) -> dict[str, int]:
-    """Sizes of the MLPs of a model by their names in config.json."""
+    """Return the sizes of the MLPs of a model by their names in config.json."""
     inner = {"intermediate_size": whole.intermediate_size}
     if whole.experts is not None:
         inner["moe_intermediate_size"] = whole.experts.intermediate_size
@@ -132,7 +133,7 @@ def check_divisible(size: int, numbers: dict[str, int]) -> None:
 
 
 def thinner(whole: ModelConfig, size: int) -> ModelConfig:
-    """A model with MLPs of a share of the size."""
+    """Return the model with MLPs of 1 / `size` of their width."""
     experts = whole.experts
     if experts is not None:
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
@@ -161,7 +162,7 @@ class _ShardWeights:
         if self._sizes.get(SINKS if kind == SINKS else product) == WHOLE:
             return self._source.get(name, shape)
         if kind == "bias" and product in BY_INPUTS and self._rank:
-            # A sum has its bias once: rank 0 adds it.
+            # The bias is added once to a sum over the ranks: by rank 0.
             return torch.zeros_like(self._source.get(name, shape))
         if kind == SINKS:
             product = SINKS
@@ -178,10 +179,10 @@ class _ShardWeights:
         if isinstance(self._source, SafetensorsWeights):
             found = self._source.get(name, whole, (axis, first, end))
         else:
-            # Random, quantized and GGUF tensors are made whole one at a time; a copy lets go of the rest.
+            # Random, quantized and GGUF tensors are made whole one at a time; the clone frees the rest.
             found = self._source.get(name, whole).narrow(axis, first, end - first).clone()
         if product in OF_KV:
             heads = [head - self._kv[0] for head in self._kv]
             return found.view(-1, head_dim, *shape[1:])[heads].view(shape)
-        # A vocabulary that the number of ranks does not divide is filled up with tokens that never come.
+        # A vocabulary that the number of ranks does not divide is padded with tokens that never occur.
         return found if end - first == part else torch.cat((found, found.new_zeros(first + part - end, *shape[1:])))

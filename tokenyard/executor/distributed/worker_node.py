@@ -1,6 +1,7 @@
-"""A node other than node 0 of a model over several machines: it starts its ranks and passes on what rank 0 says.
+"""A node other than node 0 of a model over several machines: it starts its ranks and forwards rank 0's messages.
 
-It has no scheduler and no server. When anything of the model ends, its ranks end, and it waits for node 0 again.
+It has no scheduler and no server. When any rank or node of the model ends, its ranks end, and it waits for node 0
+again.
 """
 
 import logging
@@ -43,8 +44,13 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerNode:
-    """What a node has: its part of the ranks. options: those of `load_executor`, JSON values only. size: ranks of the
-    model.
+    """A node and its part of the ranks.
+
+    terms: how the nodes find each other.
+    model_path: the model to load.
+    options: those of `load_executor`, JSON values only.
+    form: how the model is divided.
+    size: the number of ranks of the model.
     """
 
     terms: MultiNodeConfig
@@ -69,7 +75,7 @@ class WorkerNode:
             logger.critical("%s, so all ranks of node %d end; waiting for node 0 again", end.reason, self.terms.number)
 
     def setups(self, link: NodeConnection, port: int) -> list[RankSetup]:
-        """What the ranks of this node are told first. port: where all ranks meet."""
+        """Return the first message to each rank of this node. port: where all ranks connect."""
         ranks = self.terms.ranks_of(self.terms.number, self.size)
         threads = self.options.get("threads") or torch.get_num_threads()
         options = self.options | {"threads": max(1, threads // len(ranks)), "nodes": self.terms.count}
@@ -83,7 +89,7 @@ class WorkerNode:
         ]
 
     def _dial(self) -> NodeConnection:
-        """Reach node 0, which may come later than this one."""
+        """Connect to node 0, which may start later than this node."""
         terms, end_s = self.terms, time.monotonic() + self.terms.timeout_s
         logger.info("waiting for node 0 at %s", terms.place)
         while True:
@@ -105,7 +111,7 @@ class WorkerNode:
 
 
 class _Session:
-    """From a meeting with node 0 to its end: the main thread reads what node 0 says, another looks after the ranks."""
+    """One connection to node 0: the main thread reads its messages, and another thread watches the ranks."""
 
     def __init__(self, node: WorkerNode, link: NodeConnection) -> None:
         self._node, self._link = node, link
@@ -116,7 +122,7 @@ class _Session:
         self._keeper = threading.Thread(target=self._keep, name="ranks of this node", daemon=True)
 
     def run(self) -> NodeEnded:
-        """Follow node 0; returns why that is over."""
+        """Follow node 0; returns why the session ended."""
         node = self._node
         end = NodeEnded("it was told to stop")
         try:
@@ -159,10 +165,10 @@ class _Session:
         return [child.name for child in self._children or ()]
 
     def _keep(self) -> None:
-        """Tell node 0 what the ranks say while they start, and then whether they are well."""
+        """Forward the ranks' reports to node 0 while they start, and then their heartbeats."""
         assert self._children is not None
         try:
-            # Each says what it has loaded, and later that it is ready.
+            # Each reports what it has loaded, and later that it is ready.
             for child in [*self._children, *self._children]:
                 self._link.send(NodeRankReport(report := child.wait_report()))
                 if report.failure:
@@ -171,7 +177,7 @@ class _Session:
         except (EngineDeadError, ConfigError) as error:
             self._lose(error.message)
         except OSError:
-            # The main thread knows more.
+            # The main thread has the reason.
             return
 
     def _watch(self, children: ChildRanks) -> None:
@@ -186,7 +192,7 @@ class _Session:
             self._link.send(NodeStatus(children.describe()[1:]))
 
     def _lose(self, reason: str) -> None:
-        """End this session from the thread that looks after the ranks."""
+        """End this session from the thread that watches the ranks."""
         if self._closing.is_set():
             return
         self._reason = reason
@@ -200,7 +206,7 @@ class _Session:
             raise DeviceLostError(self._reason)
 
     def _close(self, end: NodeEnded) -> None:
-        """End the ranks: at once, unless all is over as it should be."""
+        """End the ranks: immediately, unless the session ended normally."""
         self._closing.set()
         if self._children is not None:
             if end.reason:

@@ -1,4 +1,4 @@
-"""What a GGUF file says, or leaves to its reader, of the families with parts of their own. Needs no torch."""
+"""Fields of a family's config.json that a GGUF file states or omits. Needs no torch."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def own_facts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that a family has beyond those of all; `config` are the others."""
+    """Return fields of config.json that a family has in addition to the common ones; `config` are those."""
     facts = {"gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "gpt-oss": _gpt_oss}.get(file.architecture)
     return facts(file, config) if facts else {}
 

@@ -1,7 +1,7 @@
-"""A folder as the rest of the package expects it, made of what a GGUF file says of itself. Needs no torch.
+"""A folder as the rest of the package expects it, made from the metadata of a GGUF file. Needs no torch.
 
-config.json and the tokenizer's files are written anew; `model.gguf` in the folder leads to the file. The folder lies in
-the user's cache, and the same file gets the same folder again.
+config.json and the tokenizer's files are written from it; `model.gguf` in the folder is a link to the file. The folder
+lies in the user's cache, and the same file gets the same folder again.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def folder_of_gguf(path: Path) -> Path:
 
 
 def read_config(file: GgufFile) -> dict[str, Any]:
-    """The config.json of a GGUF file's model. Raises ConfigError for what it lacks."""
+    """Return the config.json of a GGUF file's model. Raises ConfigError for missing fields."""
     heads = _needed(file, "attention.head_count")
     tokens = file.value("tokenizer.ggml.tokens") or []
     config: dict[str, Any] = {
@@ -97,7 +97,7 @@ def _needed(file: GgufFile, key: str) -> Any:
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
-    """How positions are stretched, as `rope_scaling`."""
+    """Return how positions are scaled, as `rope_scaling`."""
     kind = file.own("rope.scaling.type", "none")
     if "rope_freqs.weight" in file.tensors:
         return {"rope_scaling": _llama3(file)}
@@ -111,9 +111,11 @@ def _rope(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile) -> dict[str, Any]:
-    """Llama 3's stretching, of which the file holds the result by frequency: its largest factor is the stated one.
+    """Return Llama 3's rope scaling, of which the file holds the factor of each frequency; the largest is the stated
+    one.
 
-    The other three numbers are those of every released model. Raises ConfigError if the result is not theirs.
+    The other three numbers are those of every released model. Raises ConfigError if the factors do not follow from
+    them.
     """
     factors = file.tensors["rope_freqs.weight"].data
     found = {

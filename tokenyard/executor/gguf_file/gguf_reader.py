@@ -1,4 +1,4 @@
-"""Opens a GGUF file: what it says of itself, and where its tensors lie. Needs no torch."""
+"""Opens a GGUF file: its metadata, and where its tensors lie. Needs no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class GgufFile:
             raise ConfigError(f"{path} holds a model of kind {self.architecture!r}; supported are {known}")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of a key, `default` if the file does not have it."""
+        """Return the value of a key, `default` if the file does not have it."""
         field = self._reader.get_field(key)
         if field is None:
             return default
@@ -54,5 +54,5 @@ class GgufFile:
             raise ConfigError(f"{self.path}: the value of {key} cannot be read: {error}") from error
 
     def own(self, key: str, default: Any = None) -> Any:
-        """The value of a key of the file's kind of model."""
+        """Return the value of a key of the file's architecture."""
         return self.value(f"{self.architecture}.{key}", default)

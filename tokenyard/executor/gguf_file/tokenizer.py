@@ -1,8 +1,7 @@
 """The tokenizer that a GGUF file holds, as Hugging Face's files. Needs no torch.
 
-Byte-level BPE is rebuilt exactly: tokens, merges, and the way text is split before, which the file names only. Where
-that name is not known here the file is refused, as a wrong split would give wrong tokens without a word. For
-SentencePiece's BPE see spm.py.
+Byte-level BPE is rebuilt exactly: tokens, merges, and the pre-tokenizer, which the file only names. A file with an
+unknown pre-tokenizer is refused, as a wrong split would silently give wrong tokens. For SentencePiece's BPE see spm.py.
 """
 
 import json
@@ -84,7 +83,7 @@ def _split(file: GgufFile, name: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _config(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
-    """Special tokens by role, and the chat template."""
+    """Return special tokens by role, and the chat template."""
     config: dict[str, Any] = {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         number = file.value(f"tokenizer.ggml.{key}_token_id")

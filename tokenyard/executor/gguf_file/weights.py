@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by their Hugging Face names, made whole as they are loaded."""
+"""The tensors of a GGUF file by their Hugging Face names, dequantized as they are loaded."""
 
 import re
 from pathlib import Path
@@ -94,5 +94,5 @@ class GgufWeights:
 
 
 def _half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of each head with the two of a rotated pair half a head apart, not next to each other."""
+    """Reorder the rows of each head, so that the two rows of a rotated pair are half a head apart, not adjacent."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""How each architecture differs from the config of fields that all share, a function a family; what is refused, why."""
+"""How each architecture differs from the common fields of config.json, and why others are refused."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,7 +10,7 @@ from tokenyard.executor.models.config import ModelConfig, MoeConfig
 RawConfig = Mapping[str, Any]
 
 ALPHA = 1.702
-"""Of the sigmoid in gpt-oss's gate, the only one there is."""
+"""The factor in the sigmoid of gpt-oss's gate."""
 
 
 def positive(raw: RawConfig, key: str) -> int:
@@ -182,7 +182,7 @@ DEFAULTS: dict[str, RawConfig] = {
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
     "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "eos_token_id": 32_000},
     "Gemma2ForCausalLM": {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    # The files of the larger models leave out whatever they have in common.
+    # The files of the larger models omit the fields that these models have in common.
     "Gemma3ForCausalLM": {
         **_GEMMA,
         "vocab_size": 262_208,

@@ -1,4 +1,4 @@
-"""What a decoder is, in numbers and facts: one small description that every supported family is a setting of."""
+"""The description of a decoder in numbers and flags, which covers every supported family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding of a model; `factor` and what follows are for the scaled kinds only.
+    """Rotary embedding of a model; `factor` and the fields after it are for the scaled kinds only.
 
-    kind: one of ROPE_TYPES. share: of each head that is rotated, its first dimensions; the others stay as they are.
-    original_context: tokens of context the model was trained on before scaling. short_factors, long_factors: of
-    longrope, one for each frequency.
+    kind: one of ROPE_TYPES.
+    share: the fraction of each head that is rotated, its first dimensions; the others are left unchanged.
+    original_context: tokens of context the model was trained on before scaling.
+    short_factors, long_factors: of longrope, one for each frequency.
     """
 
     kind: str = "default"
@@ -37,10 +38,13 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """A mixture of experts in the place of an MLP: each token takes the `active` best of `count` by the router.
+    """A mixture of experts that replaces an MLP: the router chooses the `active` best of `count` experts for each
+    token.
 
-    intermediate_size: of one expert. normed: whether the weights of the chosen experts sum to one. bias: whether router
-    and experts have biases. layers: those that have experts; the others have an MLP.
+    intermediate_size: of one expert.
+    normed: whether the weights of the chosen experts sum to one.
+    layers: the layers that have experts; the others have an MLP.
+    bias: whether router and experts have biases.
     """
 
     count: int
@@ -55,15 +59,19 @@ class MoeConfig:
 class ModelConfig:
     """A decoder-only transformer with RMSNorm, rotary embedding, grouped-query attention and a gated MLP.
 
-    windows has one entry per layer: how many tokens back (its own included) a token sees, 0 for all. local_rope: of
-    layers with a window, None where it is that of the others. attention_scale: on scores, None for head_dim ** -0.5.
-    attention_softcap, logit_softcap: what scores and logits are held below by a tanh, 0 for none. sinks: whether each
-    head has a score that joins the softmax and has no value. activation: one of ACTIVATIONS. gate_limit: of
-    clamped_swiglu. norm_offset: added to weights of norms. post_norms: whether attention and MLP are followed by norms
-    of their own. experts: None for a model without. has_embedding, has_lm_head: a stage of a pipeline may have neither
-    embedding nor head; then it takes or gives hidden states. vocab_part: how many rows of them a rank has that shares
-    them with others, 0 for all. eos_token_ids, dtype and quantization are what the
-    checkpoint declares; dtype is "" where it declares none.
+    windows: for each layer, how many tokens back (its own included) a token sees, 0 for all.
+    local_rope: rope of layers with a window, None where it is the same as that of the others.
+    attention_scale: the factor on scores, None for head_dim ** -0.5.
+    attention_softcap, logit_softcap: caps of scores and logits by a tanh, 0 for none.
+    sinks: whether each head has a score that joins the softmax and has no value.
+    activation: one of ACTIVATIONS.
+    gate_limit: the limit of clamped_swiglu.
+    norm_offset: added to weights of norms.
+    post_norms: whether a norm follows the attention and another one the MLP.
+    experts: None for a model without.
+    has_embedding, has_lm_head: a pipeline stage without embedding takes hidden states; one without head returns them.
+    vocab_part: how many rows of embedding and head this rank has where ranks share them, 0 for all.
+    eos_token_ids, dtype, quantization: what the checkpoint declares; dtype is "" where it declares none.
     """
 
     architecture: str
@@ -103,12 +111,12 @@ class ModelConfig:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that the KV pool keeps for one token, over all layers."""
+        """Numbers that the KV pool stores for one token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
     def score_scale(self) -> float:
-        """What scores of queries and keys are multiplied with."""
+        """The factor on scores of queries and keys."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property

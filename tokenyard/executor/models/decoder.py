@@ -1,4 +1,4 @@
-"""The one decoder that all supported architectures are settings of."""
+"""The decoder that runs all supported architectures."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,10 +22,12 @@ MakeExperts = Callable[[ModelConfig, Weights, int], Product]
 class Decoder:
     """A decoder-only transformer that runs batches of tokens of many rows at once.
 
-    Weights are taken by their Hugging Face names as the model is built; q, k and v are fused into one product, and so
-    are gate and up. Raises ConfigError if a weight is missing or misshapen. With a `tp_comm` it is one rank's part of a
-    model (see `parallel.shards`): config and weights are those of the part. make_experts: makes the experts of a layer
-    from config, weights and the layer's number, None for torch's.
+    Weights are read by their Hugging Face names as the model is built; q, k and v are fused into one product, and so
+    are gate and up. Raises ConfigError if a weight is missing or misshapen.
+
+    tp_comm: given if this is one rank's part of a model (see `distributed.tensor_parallel`); config and weights are
+    then those of the part.
+    make_experts: makes the experts of a layer from config, weights and the layer's number, None for torch's.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Decoder:
             layer.idle(nothing)
 
     def hidden_states(self, tokens: int) -> torch.Tensor:
-        """Return memory for what `forward` returns for so many tokens."""
+        """Return memory for what `forward` returns for `tokens` tokens."""
         return self._hidden_like.new_empty(tokens, self.config.hidden_size)
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -93,9 +95,9 @@ class Decoder:
         return x * self._embedding_scale if self._embedding_scale != 1.0 else x
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
-        """Put `change(layer, name, product)` in the place of each layer's products qkv, output, gate_up and down.
+        """Replace each layer's products qkv, output, gate_up and down by `change(layer, name, product)`.
 
-        Experts stay as they are.
+        Experts are left unchanged.
         """
         for layer in self._layers:
             layer.adapt(change)
@@ -107,7 +109,7 @@ class Decoder:
         return found.div_(cap).tanh_().mul_(cap) if cap else found
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] out of `forward` behind the last norm."""
+        """Apply the last norm to [rows, hidden] out of `forward`."""
         return self._norm(hidden)
 
 
@@ -206,7 +208,7 @@ class _Layer:
 
 
 def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeExperts) -> GatedMlp | Product:
-    """What follows the attention of a layer: an MLP, or experts where the model has them there."""
+    """Return the MLP of a layer, or its experts where the model has them."""
     if config.experts is None or index not in config.experts.layers:
         prefix = f"model.layers.{index}.mlp"
         return _gated_mlp(config, weights, prefix, config.intermediate_size, config.mlp_bias)
@@ -232,7 +234,7 @@ def _gated_mlp(config: ModelConfig, weights: Weights, prefix: str, inter: int, b
 
 
 class NormNames(NamedTuple):
-    """What a checkpoint calls the norms of a layer behind the first one; "" where there is none."""
+    """The checkpoint's names of a layer's norms after the first one; "" where there is none."""
 
     before_mlp: str
     after_attention: str = ""
@@ -247,7 +249,7 @@ def norm_names(config: ModelConfig) -> NormNames:
 
 
 def _sinks(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, ...]:
-    """float32[heads] for each layer, () for a model without sinks."""
+    """Return float32[heads] for each layer, () for a model without sinks."""
     if not config.sinks:
         return ()
     names = (f"model.layers.{layer}.self_attn.sinks" for layer in range(config.num_layers))

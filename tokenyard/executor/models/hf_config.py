@@ -74,7 +74,7 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
 
 
 def _text_part(raw: RawConfig) -> RawConfig:
-    """The language model of a checkpoint that can look at pictures too, which nobody can show it here."""
+    """Return the language model's config of a checkpoint that also reads images, which are not supported here."""
     if "Gemma3ForConditionalGeneration" not in (raw.get("architectures") or []):
         return raw
     outer = {key: raw[key] for key in ("eos_token_id", "quantization_config", "dtype", "torch_dtype") if key in raw}
@@ -123,7 +123,7 @@ def _read_ropes(raw: RawConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig |
 def _read_rope(raw: RawConfig, fields: RawConfig, head_dim: int) -> RopeConfig:
     """One rotary embedding from its `fields`, and from the config around them for those that they lack."""
     kind = fields.get("rope_type") or fields.get("type") or "default"
-    # Early files of Phi-3 named their factors by two other words.
+    # Early files of Phi-3 used two other names for their factors.
     if "long_factor" in fields and kind in ("su", "yarn"):
         kind = "longrope"
     if kind not in ROPE_TYPES:

@@ -1,4 +1,4 @@
-"""The seam of a whole step: from a batch of tokens to logits."""
+"""The interface of a whole step: from a batch of tokens to logits."""
 
 from typing import Protocol
 
@@ -22,11 +22,11 @@ class ModelBackend(Protocol):
         """Return float32[last - first, vocabulary] of tokens first .. last - 1 of the step computed last."""
 
     def hidden(self, first: int, last: int) -> torch.Tensor:
-        """Return float32[last - first, hidden] of the same tokens: what the head makes logits of."""
+        """Return float32[last - first, hidden] of the same tokens: the input of the head."""
 
 
 class TorchModel:
-    """A decoder of torch layers, which ask an attention backend of their own choice: any device, any dtype.
+    """A decoder of torch layers, which call an attention backend: any device, any dtype.
 
     states: [T, hidden] of the step computed last, before the last norm.
     """
@@ -53,7 +53,7 @@ class TorchModel:
         return self.states
 
     def idle(self) -> None:
-        """Compute along in a step of other ranks, with no tokens of this rank's own."""
+        """Compute an idle batch in a step of other ranks."""
         self._decoder.idle()
 
     def logits(self, first: int, last: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Checkpoints that hold several of the decoder's matrices in one tensor: each is cut out under its own name."""
+"""Checkpoints that store several of the decoder's matrices in one tensor: each is cut out under its own name.
+
+The reverse of vLLM's `stacked_params_mapping`.
+"""
 
 import re
 
@@ -48,7 +51,7 @@ class StackedProjections:
             "mlp.gate_proj": (*mlp, 0),
             "mlp.up_proj": (*mlp, inter),
         }
-        # The parts of a tensor are asked for one after the other.
+        # The parts of a tensor are requested one after the other.
         self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -64,7 +67,7 @@ class StackedProjections:
 
 
 class StackedExperts:
-    """See Weights. The experts of a layer lie in one tensor, gate and up of each by turns (gpt-oss).
+    """See Weights. The experts of a layer lie in one tensor, gate and up of each interleaved (gpt-oss).
 
     packed: whether they are mxfp4, four bits a number and a scale for 32 of them.
     """
@@ -73,7 +76,7 @@ class StackedExperts:
         self._source, self._packed = source, packed
         experts = config.experts
         self._count, self._inter = (experts.count, experts.intermediate_size) if experts else (0, 0)
-        # The parts of a layer are asked for expert by expert.
+        # The parts of a layer are requested expert by expert.
         self._layer, self._stacks = "", dict[str, tuple[torch.Tensor, ...]]()
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -96,13 +99,13 @@ class StackedExperts:
         return self._source.convert(found[part == "up" :: 2] if gated else found)
 
     def _whole(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor [experts, *shape], read once."""
+        """Return a tensor [experts, *shape], read once."""
         if name not in self._stacks:
             self._stacks[name] = (self._source.get(name, (self._count, *shape)),)
         return self._stacks[name][0]
 
     def _unpacked(self, stored: str, expert: int, rows: int, inputs: int) -> torch.Tensor:
-        """One expert's float32[rows, inputs]."""
+        """Return one expert's float32[rows, inputs]."""
         if stored not in self._stacks:
             parts = self._source.parts(stored, ("_blocks", "_scales"))
             if len(parts) != 2:

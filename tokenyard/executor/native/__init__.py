@@ -1,1 +1,1 @@
-"""The CPU's own kernels: a small C++ library behind a plain C interface, built where a compiler is."""
+"""Kernels for CPUs: a small C++ library with a plain C interface, built where a compiler is available."""

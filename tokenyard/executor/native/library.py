@@ -1,4 +1,4 @@
-"""Finds, builds and loads the native library, and says in one line why there is none. Needs no torch."""
+"""Finds, builds and loads the native library, or reports in one line why it cannot. Needs no torch."""
 
 import ctypes
 import functools
@@ -106,7 +106,7 @@ class Library:
         self.name = LEVELS[self.level]
 
     def levels(self) -> list[int]:
-        """The kinds of kernels that both the library and this CPU have."""
+        """The kernel levels that both the library and this CPU support."""
         return [level for level in range(len(LEVELS)) if self.functions.ty_level_name(level)]
 
     def _choose_level(self) -> int:
@@ -122,7 +122,7 @@ class Library:
 def load_library() -> Library:
     """Return the library: the package's, or one built here before, or one that is built now and kept.
 
-    Raises NoLibraryError, in one line, and says the same when it is asked again.
+    Raises NoLibraryError, in one line; later calls raise the same error.
     """
     found = _load()
     if isinstance(found, NoLibraryError):
@@ -150,7 +150,7 @@ def _load() -> Library | NoLibraryError:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept that were built at first use."""
+    """Return the folder of libraries that were built at first use."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "tokenyard"
 

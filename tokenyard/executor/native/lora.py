@@ -1,4 +1,4 @@
-"""LoRA adapters in native steps: the library keeps them in slots, laid out beside the weights."""
+"""LoRA adapters in native steps: the library keeps them in slots, next to the weights of the model."""
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ class NativeLoraPool:
                     self._put(slot, layer, which, {name: shapes[name] for name in FUSED[product]}, weights)
 
     def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:
-        """Take in the slots of a step's tokens; see LoraMemoryPool."""
+        """Set the adapter slots of a step's tokens; see LoraMemoryPool."""
         self._decoder.adapters = None if slot_of_token is None else slot_of_token.astype(np.int32)
 
     def _put(self, slot: int, layer: int, which: int, shapes: Shapes, weights: LoraWeights) -> None:

@@ -183,7 +183,7 @@ class NativeModel:
         return logits
 
     def _describe_windows(self, step: NativeStep, batch: ForwardBatch) -> None:
-        """Say where keys and values of layers with a window lie if they have a pool of their own."""
+        """Describe where keys and values of layers with a window lie if they have a separate pool."""
         pool, pages = self._pool.windows, self._pages.windows
         if pool is None or pages is None:
             return

@@ -20,9 +20,9 @@ NO_MEMORY = "there is no memory for the packed weights; try a smaller model or -
 
 
 class NativeMoe:
-    """A mixture of experts as `layers.mlp.Experts` is one, laid out once for the library's products.
+    """A mixture of experts as `layers.mlp.SparseMoe` is one, laid out once for the library's products.
 
-    Weights are taken one after another, so that a second copy of the layer never lies in memory. Raises ConfigError if
+    Weights are read one after another, so that a second copy of the layer never lies in memory. Raises ConfigError if
     one is missing or misshapen or memory runs out.
     """
 
@@ -53,14 +53,14 @@ class NativeMoe:
 
 
 def with_addresses(call: Callable[[int, int | None], None], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Call a function of the library that copies a weight and a bias, with where they lie."""
+    """Call a function of the library that copies a weight and a bias, with their addresses."""
     weight = weight.contiguous()
     bias = None if bias is None else bias.float().contiguous()
     call(address(weight), None if bias is None else address(bias))
 
 
 def describe_moe(config: ModelConfig, dtype: torch.dtype, *, int8: bool = False) -> NativeMoeLayers:
-    """Return what the library has to know of a model's layers of experts."""
+    """Return the library's description of a model's layers of experts."""
     experts = config.experts
     assert experts is not None
     return NativeMoeLayers(

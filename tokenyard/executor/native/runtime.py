@@ -1,4 +1,4 @@
-"""What native backends share: the threads, the kernels, and a step as the library wants it."""
+"""What native backends share: the threads, the kernels, and the description of a step for the library."""
 
 import ctypes
 import logging
@@ -20,7 +20,7 @@ NO_SUCH_TOKEN = 2
 
 
 class NativeRuntime:
-    """The library with its threads. Backends that share an engine must not run at the same time."""
+    """The library with its threads. Backends that share a runtime must not run at the same time."""
 
     def __init__(self, library: Library, threads: int, level: int | None = None) -> None:
         self.library = library

@@ -1,4 +1,4 @@
-"""Draws of tokens by the native kernels: a row's weights are looked at once, by one thread, and copied nowhere."""
+"""Sampling by the native kernels: one thread reads a row's logits in place and copies nothing."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tokenyard.executor.sampling.top_k_top_p import SamplingInputs, likeliest
 
 
 class NativeSamplingBackend:
-    """A Drawer for float32 logits on a CPU; which tokens stay in and how one is drawn is as in sampling/draw.py."""
+    """A SamplingBackend for float32 logits on a CPU; it keeps and draws tokens as sampling/top_k_top_p.py does."""
 
     def __init__(self, engine: NativeRuntime, vocab_size: int) -> None:
         self._engine, self._vocab_size = engine, vocab_size
@@ -20,14 +20,14 @@ class NativeSamplingBackend:
             self._engine.functions.ty_drawer_free(self._sampling_backend)
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the first of the largest logits of each row; see Drawer."""
+        """Return the first of the largest logits of each row; see SamplingBackend."""
         return likeliest(logits)
 
     def draw(self, logits: torch.Tensor, draws: SamplingInputs) -> torch.Tensor:
-        """Draw a token for each of `draws`; see Drawer."""
+        """Draw a token for each of `draws`; see SamplingBackend."""
         tokens, own, logits = torch.empty_like(draws.rows), draws.pool_rows, logits.contiguous()
         kept = draws.parameters
-        # Named, so that they outlast the call.
+        # Bound to names, so that they outlive the call.
         top_k, uniforms = kept.device_top_k(own), draws.uniforms()
         columns = (draws.rows, top_k, uniforms, kept.temperature(own), kept.top_p(own), kept.min_p(own), tokens)
         check(
