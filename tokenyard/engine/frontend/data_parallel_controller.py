@@ -37,8 +37,8 @@ class DataParallelController:
     """The schedulers that run, each a client away.
 
     While there is none, as when the only one is started again, events wait for the next one (`absent`); where only some
-    ranks have a part in the limits of a tenant, for one of these (`absent_rank`). What holds for the whole engine, a
-    pause or a policy that was chosen, is told to a scheduler that joins later.
+    ranks have a part in the limits of a tenant, for one of these (`absent_rank`). A scheduler that joins later gets the
+    state of the whole engine: a pause, or the policy that was set. SGLang's `DataParallelController`.
     """
 
     def __init__(self, balancer: RankBalancer | None = None) -> None:
@@ -142,7 +142,7 @@ class DataParallelController:
         runs.
 
         The rank that the client `wanted` is taken if it runs and has a part in the limits of the request's tenant. Of
-        the others, those `without` and those that are silent come into question only if there is none else.
+        the others, those in `without` and those that are silent are used only if there is no other.
         """
         if self.all_restarting:
             ranks = list(self.balancer.may_serve(request))

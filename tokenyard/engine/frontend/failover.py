@@ -29,10 +29,10 @@ from tokenyard.engine.processes.messages import Fence, Fenced, RpcRequest, ToSch
 logger = logging.getLogger(__name__)
 
 FENCE_TIMEOUT_S = 10.0
-"""How long the detokenizer may take to say how far the answers of a scheduler have come that has ended."""
+"""How long the detokenizer may take to answer a `Fence`."""
 
 CLIENT_GONE = Finish(0, "abort", message="the client went away", cause="client_gone")
-"""The end of a detached answer whose scheduler is gone."""
+"""The finish of a detached answer whose scheduler has ended."""
 
 MAX_RESUBMITS = 3
 """A request whose scheduler ends once more is failed, as it may be the cause."""

@@ -15,7 +15,7 @@ class RecentRequests:
         self._rids: OrderedDict[int, str] = OrderedDict()
 
     def add(self, stream: Stream) -> None:
-        """A request has come, or has gone to another scheduler; the oldest is forgotten if there are too many."""
+        """Add or update a request that is new or has moved to another scheduler; remove the oldest beyond the limit."""
         self._places.pop(stream.rid, None)
         self._places[stream.rid] = stream.numbers, stream.client.source
         self._rids.update(dict.fromkeys(stream.numbers, stream.rid))

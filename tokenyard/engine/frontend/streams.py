@@ -245,8 +245,8 @@ class StreamTable:
             self._by_number.pop(number, None)
 
     def detach(self, stream: Stream, ended: Ended) -> None:
-        """Forget a stream but for the ends of its answers: `ended` is told of those that no reader took, and of those
-        still to come.
+        """Remove a stream whose reader is gone. `ended` is called with the end of each answer that no reader took, now
+        or when it arrives.
         """
         self.remove(stream)
         for delta in stream.unread_ends():
@@ -255,7 +255,7 @@ class StreamTable:
             self._detached[stream.number + index] = stream, ended
 
     def end_detached(self, client: SchedulerClient, finish: Finish) -> None:
-        """End the answers of a scheduler that is gone whose readers have gone as well, as `finish` says."""
+        """End the detached answers of a scheduler that has ended, with `finish`."""
         for number, (stream, ended) in list(self._detached.items()):
             if stream.client is client:
                 del self._detached[number]

@@ -127,7 +127,7 @@ class TokenizerManager:
     async def feed(self, spec: GenerateReqInput, reader: Reader, ended: Ended) -> None:
         """Answer one request as `generate` does, and give each delta to `reader`, which must not wait for long.
 
-        Where the reader goes or is too slow, `ended` is told of the end of each answer that the reader has not seen.
+        If the reader leaves or is too slow, `ended` is called with the end of each answer that it has not seen.
         """
         stream = await self._submit(spec)
         try:

@@ -52,10 +52,10 @@ def set_library_environment() -> None:
 
 
 def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoReturn:
-    """Read the task from standard input, run `work(task, report)` and exit: 0, or 1 with the reason told to the parent.
+    """Read the task from standard input, run `work(task, report)` and exit: 0, or 1 after reporting the reason.
 
     `work` calls `report` when it is ready, and returns when there is something to read on standard input, which
-    `Inbox` sees: a word if the parent wants it to end, or nothing if the parent is gone and left its socket files.
+    `Inbox` sees: a message if the parent asks it to end, or end of file if the parent ended and left its socket files.
     """
     setproctitle.setproctitle(f"tokenyard: {title}")
     report_fd = int(sys.argv[1])

@@ -99,23 +99,31 @@ class NodesConfig:
 class EngineConfig:
     """Settings of one engine.
 
-    ranks: data-parallel schedulers, each with a model; load_balance_method:
-    how requests are distributed (`routing.balance`). Limits are those of all ranks together, see `for_rank`.
-    tp_size, pp_size: processes among which the model of each rank is divided, each layer or in stages of layers;
-    pp_async_batch_depth: plans in flight beyond one for each stage.
-    nodes: the machines that the processes of a divided model are on.
+    Limits are those of all ranks together, see `for_rank`.
+
+    model_path: folder of the model.
+    ranks: data-parallel schedulers, each with a model.
+    load_balance_method: how requests are distributed to ranks (`routing.balance`).
+    tp_size, pp_size: tensor- and pipeline-parallel processes of each rank.
+    pp_async_batch_depth: plans in flight in addition to one per stage.
+    nodes: the machines that the processes of a parallel model run on.
     enable_dp_attention: whether the ranks share one model's MLPs and compute every step together.
-    executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
+    executor: a name in `EXECUTORS` (`scheduler_loop.py`).
+    executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
     chat_template: a template file used instead of the model's own, "" for that.
     cost_profile: prior cost model, as "device/model" or a file; "" for the default of the device.
-    kv_events_endpoint: where events of the prefix cache are published, if `scheduler.enable_kv_events`, with
-    kv_events_topic in front; kv_events_replay_endpoint: where they can be asked for again, "" for nowhere.
-    record: file for a tape (tape/codec.py), "" for none; record_plain: with ids and names as they are.
+    kv_events_endpoint: where events of the prefix cache are published, if `scheduler.enable_kv_events`.
+    kv_events_topic: the topic of these events.
+    kv_events_replay_endpoint: where past events can be requested again; "" for nowhere.
+    record: file for a tape (`tape/codec.py`); "" for none.
+    record_plain: whether the tape keeps ids and names unchanged.
     priority_function: "module:name" of a function that adds levels of urgency, "" for none.
-    disagg: PD disaggregation. kv_store: the KV store.
-    adapters: folders of LoRA adapters that are loaded at the start, by name; max_loaded_loras: most that may be loaded.
+    disagg: PD disaggregation.
+    kv_store: the KV store.
+    adapters: folders of LoRA adapters that are loaded at the start, by name.
+    max_loaded_loras: most adapters that may be loaded.
     watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
     """
 

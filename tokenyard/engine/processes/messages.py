@@ -27,7 +27,7 @@ Verb = Literal[
     "adapter_read",
     "outputs",
 ]
-"""Calls to a scheduler process. `driver.py` implements them, and `attachments/lora.py` those on adapters."""
+"""Calls to a scheduler process (`scheduler_process/driver.py`; on adapters `attachments/lora.py`)."""
 
 
 NO_REPLY = 0

@@ -56,7 +56,7 @@ class ByteSemaphore:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, size: int) -> int:
-        """Wait for `size` bytes of room, or for all of it if that is less; return how much to give back."""
+        """Wait for `size` bytes of room, or for all of it if that is less; return how much to release."""
         size = min(size, self.size)
         if not self._waiting and size <= self.free:
             self.free -= size
