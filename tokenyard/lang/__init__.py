@@ -1,4 +1,4 @@
-"""The frontend language: programs of prompts, generated parts and choices (the surface of SGLang's).
+"""The frontend language: programs of prompts, generations and choices, with the API of SGLang's frontend language.
 
 from tokenyard import lang
 

@@ -19,10 +19,10 @@ from tokenyard.lang.values import (
 async def choose(
     backend: BaseBackend, prompt: ProgramPrompt, choices: Sequence[str], temperature: float, method: ChoicesMethod
 ) -> tuple[str, dict[str, Any]]:
-    """Returns (one of `choices`, meta information such as the scores). Each choice is tokenized on its own and scored
+    """Returns (one of `choices`, meta information such as the scores). Each choice is tokenized separately and scored
     after the prompt.
 
-    With a temperature above 0 the choice is sampled by the scores. Raises ValueError for an unknown method.
+    With a temperature above 0 the choice is sampled by score. Raises ValueError for an unknown method.
     """
     if method == greedy_token_selection:
         return await _greedy(backend, prompt, choices)
@@ -44,7 +44,7 @@ async def choose(
 
 
 async def _greedy(backend: BaseBackend, prompt: ProgramPrompt, choices: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Generate greedily under a regular expression of all choices."""
+    """Generate greedily with a regular expression that matches all choices."""
     pattern = "|".join(re.sub(r"([^\w\s])", r"\\\1", choice) for choice in choices)
     longest = max(map(len, choices)) + 8
     sampling = {"regex": f"({pattern})", "temperature": 0.0, "max_new_tokens": 4 * longest}

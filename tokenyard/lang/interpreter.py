@@ -1,7 +1,7 @@
-"""The state of a program: what was said so far, and the parts that are still being written.
+"""The state of a program: its text so far, and the generations that still run.
 
-Adding to a state returns at once. One event loop for all programs works through what was added, in order for each
-state, and a value is waited for only where it is read. So programs and forks run side by side without threads.
+Adding to a state returns immediately. One event loop executes the expressions of all programs, in order for each state,
+and only reading a value waits for it. So forks run concurrently without a thread each.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ _END = None
 
 
 class _Loop:
-    """The event loop of all programs, in a thread of its own that begins with the first."""
+    """The event loop of all programs. It runs in a separate thread that starts with the first program."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Begin some work from any thread."""
+        """Schedule a coroutine from any thread."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -40,7 +40,13 @@ LOOP = _Loop()
 
 @dataclass(slots=True)
 class Transcript:
-    """What was said so far. role: who is speaking, "" in a program without roles."""
+    """The text of a program so far.
+
+    text: all text of a program without roles.
+    messages: the messages of a program with roles.
+    role: the current role, "" outside of roles.
+    in_roles: whether the program uses roles.
+    """
 
     text: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -48,7 +54,7 @@ class Transcript:
     in_roles: bool = False
 
     def add(self, text: str) -> None:
-        """Add text to what is being said."""
+        """Append text to the current role, or to the text of a program without roles."""
         if self.in_roles:
             if not self.role:
                 raise ValueError("in a program with roles, texts stand within system, user or assistant")
@@ -57,7 +63,7 @@ class Transcript:
             self.text += text
 
     def begin(self, role: str) -> None:
-        """A role begins."""
+        """Begin a role."""
         if self.text:
             raise ValueError("roles and text without a role do not go together in one program")
         if self.role:
@@ -66,13 +72,13 @@ class Transcript:
         self.messages.append({"role": role, "content": ""})
 
     def end(self, role: str) -> None:
-        """A role ends."""
+        """End a role."""
         if self.role != role:
             raise ValueError(f"{role} ends, which has not begun")
         self.role = ""
 
     def prompt(self, *, answer: bool = True) -> ProgramPrompt:
-        """The prompt for what comes next; without `answer` one to be made ready only."""
+        """The prompt of the next generation; without `answer` one that is only prefilled."""
         if not self.in_roles:
             return ProgramPrompt(text=self.text)
         if not self.role:
@@ -89,12 +95,12 @@ class Transcript:
         return tuple(dict(message) for message in self.messages)
 
     def copy(self) -> "Transcript":
-        """The same, to go another way."""
+        """A copy, for a fork."""
         return replace(self, messages=[dict(message) for message in self.messages])
 
 
 class ProgramState:
-    """What a program works on: `s += ...` adds to it, `s["name"]` reads a value."""
+    """The state of a program (SGLang's `ProgramState`): `s += ...` adds to it, `s["name"]` reads a value."""
 
     def __init__(
         self,
@@ -125,7 +131,7 @@ class ProgramState:
         return self
 
     def _add(self, expression: Expression) -> None:
-        """Begin the work of an expression behind what was added before."""
+        """Schedule an expression after those that were added before."""
         for name in _names(expression):
             self._values[name] = Future()
         before, self._last = self._last, None
@@ -184,7 +190,7 @@ class ProgramState:
         self._set(wish.name, texts[0], meta)
 
     async def _generate_several(self, prompt: ProgramPrompt, sampling: dict[str, Any]) -> tuple[list[str], Any]:
-        """Several answers to one prompt, each of its own seed."""
+        """Several answers to one prompt, each with a different seed."""
         count, seed = sampling.pop("n"), sampling.pop("seed", None)
 
         async def one(place: int) -> tuple[str, dict[str, Any]]:
@@ -215,15 +221,15 @@ class ProgramState:
         self._add(Role(role, begins=False))
 
     def system(self, content: Expression | str | None = None) -> Any:
-        """Let the system say something; without content, a block within which it speaks."""
+        """Add a system message; without content, returns a context manager for its parts."""
         return self._role("system", content)
 
     def user(self, content: Expression | str | None = None) -> Any:
-        """Let the user say something; without content, a block within which it speaks."""
+        """Add a user message; without content, returns a context manager for its parts."""
         return self._role("user", content)
 
     def assistant(self, content: Expression | str | None = None) -> Any:
-        """Let the assistant say something; without content, a block within which it speaks."""
+        """Add an assistant message; without content, returns a context manager for its parts."""
         return self._role("assistant", content)
 
     def _role(self, role: str, content: Expression | str | None) -> Any:
@@ -235,7 +241,7 @@ class ProgramState:
     # ---- reading -----------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
-        """A value, once it is there. Raises KeyError for a name that nothing has, and what its part failed with."""
+        """Wait for a value. Raises KeyError for an unknown name, and the error with which its generation failed."""
         return self._values[name].result()
 
     def __contains__(self, name: str) -> bool:
@@ -246,22 +252,22 @@ class ProgramState:
         return self[name]
 
     def set_var(self, name: str, value: Any) -> None:
-        """Keep a value under a name."""
+        """Set the value of a name."""
         self._values[name] = Future()
         self._values[name].set_result(value)
 
     def get_meta_info(self, name: str) -> Any:
-        """What the back end says of a part: tokens of prompt and answer, those found in the cache, why it ended."""
+        """The back end's `meta_info` of a generation: token counts, cached tokens, finish reason."""
         self._values[name].result()
         return self._meta.get(name)
 
     def sync(self) -> None:
-        """Wait until everything that was added is done. Raises what failed."""
+        """Wait until everything that was added is done. Raises the error of a generation that failed."""
         if self._last is not None:
             self._last.result()
 
     def text(self) -> str:
-        """All that was said; of a program with roles the contents, line by line."""
+        """The whole text; for a program with roles the contents of its messages, joined by newlines."""
         self.sync()
         if self._said.in_roles:
             return "\n".join(message["content"] for message in self._said.messages)
@@ -273,7 +279,7 @@ class ProgramState:
         return [dict(message) for message in self._said.messages]
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
-        """Pieces as they come: of everything, or of one value. Raises what the program fails with."""
+        """Iterate over the text, or over one value, as it is generated. Raises the error of a program that fails."""
         place = 0
         while True:
             with self._news:
@@ -296,7 +302,7 @@ class ProgramState:
             yield piece
 
     def end(self, error: BaseException | None = None) -> None:
-        """The program adds nothing more: those who iterate come to an end."""
+        """The program adds nothing more: end all iterators."""
         with self._news:
             self.error = self.error or error
             self._ended = True
@@ -305,7 +311,7 @@ class ProgramState:
     # ---- forks -------------------------------------------------------------------------------------------------
 
     def fork(self, size: int = 1) -> "ProgramStateGroup":
-        """`size` states that go on from here, each its own way. What they share is computed once."""
+        """`size` states that continue independently from here. Their shared prefix is computed once."""
         before, made = self._last, Future[Any]()
         values = dict(self._values)
         states = [ProgramState(self._backend, self._defaults, after=made) for _ in range(size)]
@@ -332,7 +338,7 @@ class ProgramState:
 
 
 class ProgramStateGroup:
-    """States that went on from one. `forks["name"]` is the list of their values."""
+    """The forks of a state (SGLang's `ProgramStateGroup`). `forks["name"]` is the list of their values."""
 
     def __init__(self, parent: ProgramState, states: Sequence[ProgramState]) -> None:
         self._parent = parent
@@ -348,16 +354,16 @@ class ProgramStateGroup:
         return len(self._states)
 
     def __iadd__(self, other: Expression | str | Sequence[Expression | str]) -> "ProgramStateGroup":
-        """Add the same to each state, or to each its own of a list."""
+        """Add one expression to each state, or the i-th of a list to the i-th state."""
         parts = [other] * len(self) if isinstance(other, Expression | str) else list(other)
         for state, part in zip(self._states, parts, strict=True):
             state += part
         return self
 
     def join(self, mode: str = "gather_variable") -> None:
-        """Wait for all, and give the values that they added to the state they came from, as lists.
+        """Wait for all forks, and set the values that they added on their parent, as lists.
 
-        Raises ValueError for another mode: there is no way to put several texts behind one another for free.
+        Raises ValueError for a mode other than "gather_variable".
         """
         if mode != "gather_variable":
             raise ValueError(f"join knows gather_variable, not {mode!r}")
@@ -370,7 +376,7 @@ class ProgramStateGroup:
 
 
 def _names(expression: Expression | None) -> Iterator[str]:
-    """The names of the values that an expression will give."""
+    """The names of the values that an expression sets."""
     match expression:
         case Several(parts):
             for part in parts:

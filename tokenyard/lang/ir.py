@@ -1,4 +1,4 @@
-"""What programs add to their state: texts, roles, generated parts and choices."""
+"""Expressions that programs add to their state: texts, roles, generations and choices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ REGEX_OF_TYPE: dict[type, str] = {
 
 
 class Expression:
-    """Anything that can be added to a state; expressions and texts join with +."""
+    """Anything that can be added to a state (SGLang's `SglExpr`). `+` joins expressions and texts."""
 
     def __add__(self, other: "Expression | str") -> "Expression":
         return Several([self, as_expression(other)])
@@ -26,21 +26,21 @@ class Expression:
 
 @dataclass
 class Text(Expression):
-    """A text that stands as it is."""
+    """A constant text (SGLang's `SglConstantText`)."""
 
     text: str
 
 
 @dataclass
 class Several(Expression):
-    """Expressions one after the other."""
+    """A sequence of expressions (SGLang's `SglExprList`)."""
 
     parts: list[Expression]
 
 
 @dataclass
 class Role(Expression):
-    """What a role says; without content, that it begins or ends."""
+    """A message of a role (SGLang's `SglRoleBegin` and `SglRoleEnd`); without content, only its beginning or end."""
 
     role: str
     content: Expression | None = None
@@ -50,7 +50,12 @@ class Role(Expression):
 
 @dataclass
 class Gen(Expression):
-    """A part that the model writes. `sampling` has the names of /generate."""
+    """A generation (SGLang's `SglGen`).
+
+    name: under which the value is stored, None for none.
+    sampling: `sampling_params` of /generate.
+    logprobs: whether to return log-probabilities.
+    """
 
     name: str | None
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +64,7 @@ class Gen(Expression):
 
 @dataclass
 class Select(Expression):
-    """One of several texts, which the model chooses."""
+    """A choice by the model among several texts (SGLang's `SglSelect`)."""
 
     name: str | None
     choices: list[str]
@@ -68,7 +73,7 @@ class Select(Expression):
 
 
 def as_expression(value: "Expression | str") -> Expression:
-    """An expression as it is, a text as one. Raises TypeError for anything else."""
+    """Convert a text to an expression; expressions are returned unchanged. Raises TypeError for anything else."""
     if isinstance(value, Expression):
         return value
     if isinstance(value, str):
@@ -100,10 +105,13 @@ def gen(
     ebnf: str | None = None,
     json_schema: str | dict[str, Any] | None = None,
 ) -> Expression:
-    """A part that the model writes, kept under `name`; what is None is as the program or the server has it.
+    """A generation, stored under `name`. Parameters that are None take the program's or the server's default.
 
-    dtype: int, float, bool or str, as which the part, a text, must be written. choices: the same as `select`. With `n`
-    the value is a list, and the program goes on behind the first. Raises ValueError for wishes that exclude each other.
+    dtype: int, float, bool or str. The output is constrained to this form; the value is still a text.
+    choices: the same as `select`.
+    n: number of answers. The value is then a list, and the program continues after the first.
+
+    Raises ValueError for parameters that exclude each other.
     """
     if choices:
         return select(name, choices, temperature or 0.0, choices_method)
@@ -136,12 +144,12 @@ def gen(
 
 
 def gen_int(name: str | None = None, **wishes: Any) -> Expression:
-    """A whole number that the model writes."""
+    """A generation constrained to an integer."""
     return gen(name, dtype=int, **wishes)
 
 
 def gen_string(name: str | None = None, **wishes: Any) -> Expression:
-    """A text in quotes that the model writes."""
+    """A generation constrained to a quoted string."""
     return gen(name, dtype=str, **wishes)
 
 
@@ -151,52 +159,52 @@ def select(
     temperature: float = 0.0,
     choices_method: ChoicesMethod = token_length_normalized,
 ) -> Expression:
-    """One of `choices`, which the model chooses. Raises ValueError where there is nothing to choose from."""
+    """A choice by the model among `choices`. Raises ValueError if there are none."""
     if not choices or not all(choices):
         raise ValueError("select needs choices, which are texts that are not empty")
     return Select(name, list(choices), temperature, choices_method)
 
 
 def system(content: Expression | str) -> Expression:
-    """What the system says."""
+    """A system message."""
     return Role("system", as_expression(content))
 
 
 def user(content: Expression | str) -> Expression:
-    """What the user says."""
+    """A user message."""
     return Role("user", as_expression(content))
 
 
 def assistant(content: Expression | str) -> Expression:
-    """What the assistant says."""
+    """An assistant message."""
     return Role("assistant", as_expression(content))
 
 
 def system_begin() -> Expression:
-    """What follows is said by the system."""
+    """Begin a system message."""
     return Role("system", ends=False)
 
 
 def system_end() -> Expression:
-    """The system ends."""
+    """End the system message."""
     return Role("system", begins=False)
 
 
 def user_begin() -> Expression:
-    """What follows is said by the user."""
+    """Begin a user message."""
     return Role("user", ends=False)
 
 
 def user_end() -> Expression:
-    """The user ends."""
+    """End the user message."""
     return Role("user", begins=False)
 
 
 def assistant_begin() -> Expression:
-    """What follows is said by the assistant."""
+    """Begin an assistant message."""
     return Role("assistant", ends=False)
 
 
 def assistant_end() -> Expression:
-    """The assistant ends."""
+    """End the assistant message."""
     return Role("assistant", begins=False)

@@ -17,12 +17,12 @@ _default: list[BaseBackend] = []
 
 
 def set_default_backend(backend: BaseBackend) -> None:
-    """Run programs that are given no back end on this one."""
+    """Set the back end of programs that are run without one."""
     _default[:] = [backend]
 
 
 class Program:
-    """A function whose first argument is the state that it works on."""
+    """A function whose first argument is a `ProgramState` (SGLang's `SglFunction`)."""
 
     def __init__(self, body: Callable[..., Any], bound: dict[str, Any] | None = None) -> None:
         self._body = body
@@ -30,11 +30,11 @@ class Program:
         functools.update_wrapper(self, body)
 
     def bind(self, **arguments: Any) -> "Program":
-        """The same program with some arguments given already."""
+        """A program with some arguments already bound."""
         return Program(self._body, {**self._bound, **arguments})
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the program, or with a state as first argument only its body, as a part of another program."""
+        """Run the program. With a state as first argument, run only the body, as a part of another program."""
         if arguments and isinstance(arguments[0], ProgramState):
             return self._body(*arguments, **{**self._bound, **named})
         return self.run(*arguments, **named)
@@ -54,10 +54,10 @@ class Program:
         ignore_eos: bool | None = None,
         **named: Any,
     ) -> ProgramState:
-        """Run the program on its arguments and return its state, whose values can be read.
+        """Run the program and return its state.
 
-        The wishes are for all generated parts that have none of their own. With `stream` it returns at once, and
-        `text_iter` gives the pieces. Raises what a part fails with, and RuntimeError without a back end.
+        The sampling parameters are defaults for all generations. With `stream` it returns immediately, and `text_iter`
+        yields the text. Raises the error of a generation that fails, and RuntimeError without a back end.
         """
         wishes = {
             "max_new_tokens": max_new_tokens,
@@ -87,10 +87,10 @@ class Program:
         generator_style: bool = False,
         **wishes: Any,
     ) -> Any:
-        """Run the program once for each dict of arguments, side by side; returns the states in their order.
+        """Run the program concurrently for each dict of arguments; returns the states in the same order.
 
-        A program that fails raises when all are through. With `generator_style` states are given one by one, as soon
-        as those before them are.
+        Raises the error of the first program, in this order, that failed. With `generator_style` each state is yielded
+        as soon as it and those before it are done.
         """
         states = self._run_all(batch, backend, num_threads, progress_bar, wishes)
         return states if generator_style else list(states)
@@ -130,7 +130,7 @@ class Program:
     def _run_body(
         self, state: ProgramState, arguments: tuple[Any, ...], named: dict[str, Any], *, quiet: bool = False
     ) -> None:
-        """Run the body and wait for what it began; with `quiet` a failure is left to those who read the state."""
+        """Run the body and wait for its generations. With `quiet` an error is raised only when the state is read."""
         try:
             self._body(state, *arguments, **{**self._bound, **named})
             state.sync()
@@ -143,7 +143,7 @@ class Program:
 
 
 def function(body: Callable[..., Any]) -> Program:
-    """Make a function a program."""
+    """Decorator that turns a function into a `Program`."""
     return Program(body)
 
 

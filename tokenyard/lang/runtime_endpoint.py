@@ -1,4 +1,4 @@
-"""A server as the back end of programs, by its native API: Tokenyard's own or SGLang's, over HTTP or in-process."""
+"""A server as the back end of programs, through its native API: Tokenyard or SGLang, over HTTP or in-process."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -10,12 +10,12 @@ from tokenyard.lang.values import ProgramPrompt, StreamPiece
 
 
 class EndpointError(Exception):
-    """The server refused, with what it says, or could not be reached."""
+    """The server returned an error, whose message this has, or could not be reached."""
 
 
 class Endpoint:
-    """A server at `base_url`, or behind a transport of another kind. `api_key` is sent with each request if there is
-    one.
+    """A server at `base_url`, or behind another transport (SGLang's `RuntimeEndpoint`). `api_key`, if given, is sent
+    with each request.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Endpoint:
     async def generate(
         self, prompt: ProgramPrompt, sampling: dict[str, Any], *, logprobs: bool = False
     ) -> AsyncIterator[StreamPiece]:
-        """Go on behind a prompt, piece by piece."""
+        """Generate after a prompt; yields the pieces."""
         body = {**await self._prompt(prompt), "sampling_params": sampling, "stream": True}
         if logprobs:
             body |= {"return_logprob": True, "return_text_in_logprobs": True}
@@ -53,12 +53,12 @@ class Endpoint:
                 shown = news["text"]
 
     async def cache_prefix(self, prompt: ProgramPrompt) -> None:
-        """Compute a prompt, so that it lies in the prefix cache."""
+        """Prefill a prompt into the prefix cache."""
         body = {**await self._prompt(prompt), "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
         await self._post("/generate", body)
 
     async def score(self, prompt: ProgramPrompt, choices: Sequence[str], *, alone: bool = False) -> list[list[float]]:
-        """Log-probabilities of the tokens of each choice, on its own tokens behind those of the prompt."""
+        """Log-probabilities of the tokens of each choice, which is tokenized separately and appended to the prompt."""
         before = [] if alone else await self._prompt_ids(prompt)
         parts = [await self._text_ids(choice) for choice in choices]
         if before:
@@ -72,7 +72,7 @@ class Endpoint:
         answers = await self._post("/generate", body)
         entries = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
         return [
-            # The very first token of all has no log-probability.
+            # The first token of a sequence has no log-probability.
             [entry[0] or 0.0 for entry in own[-len(part) :]]
             for own, part in zip(entries, parts, strict=True)
         ]
@@ -82,7 +82,7 @@ class Endpoint:
         LOOP.run(self._post("/flush_cache", {})).result()
 
     def get_server_info(self) -> dict[str, Any]:
-        """What the server says of itself."""
+        """The server's `/get_server_info`."""
         found: dict[str, Any] = LOOP.run(self._get("/get_server_info")).result()
         return found
 
@@ -92,7 +92,7 @@ class Endpoint:
             self._transport.close()
 
     async def _prompt(self, prompt: ProgramPrompt) -> dict[str, Any]:
-        """A prompt as /generate takes it; messages go through the server's chat template."""
+        """A prompt as fields of /generate; messages go through the server's chat template."""
         if prompt.messages:
             return {"input_ids": await self._prompt_ids(prompt)}
         return {"text": prompt.text}
@@ -106,7 +106,7 @@ class Endpoint:
         return await self._tokenize(options)
 
     async def _text_ids(self, text: str) -> list[int]:
-        """The tokens of a choice, which are asked for once."""
+        """The tokens of a choice. Each is requested from the server once."""
         if text not in self._ids:
             self._ids[text] = await self._tokenize({"prompt": text, "add_special_tokens": False})
         return self._ids[text]
@@ -128,7 +128,7 @@ class Endpoint:
 
 
 async def _lines(answer: HttpAnswer) -> AsyncIterator[bytes]:
-    """The lines of a body, wherever its pieces are cut."""
+    """The lines of a body, which may span pieces."""
     rest = b""
     async for piece in answer.pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -139,7 +139,7 @@ async def _lines(answer: HttpAnswer) -> AsyncIterator[bytes]:
 
 
 async def _check(answer: HttpAnswer) -> None:
-    """Raise EndpointError, with the server's own words, for an answer that is an error."""
+    """Raise EndpointError with the server's message if the response is an error."""
     if answer.status >= 400:
         text = b"".join([piece async for piece in answer.pieces]).decode(errors="replace")
         try:

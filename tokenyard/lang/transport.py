@@ -13,7 +13,11 @@ from tokenyard.lang.interpreter import LOOP
 
 @dataclass(slots=True)
 class HttpAnswer:
-    """A streamed response. status: of HTTP. pieces: parts of its body as they arrive."""
+    """A streamed response.
+
+    status: HTTP status.
+    pieces: parts of the body as they arrive.
+    """
 
     status: int
     pieces: AsyncIterator[bytes]
@@ -50,7 +54,7 @@ class HttpTransport:
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._open is None:
-            # Programs decide how much runs at once; the server has the queue.
+            # Programs decide how much runs concurrently; the server queues the requests.
             connector = aiohttp.TCPConnector(limit=0)
             atexit.register(self.close)
             self._open = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)

@@ -17,7 +17,12 @@ unconditional_likelihood_normalized: ChoicesMethod = "unconditional_likelihood_n
 
 @dataclass(frozen=True, slots=True)
 class ProgramPrompt:
-    """The prompt of a generation: text, or messages. continues: whether to continue the last message."""
+    """The prompt of a generation.
+
+    text: the prompt of a program without roles.
+    messages: the prompt of a program with roles.
+    continues: whether to continue the last message.
+    """
 
     text: str = ""
     messages: tuple[dict[str, str], ...] = ()
@@ -28,14 +33,18 @@ class ProgramPrompt:
 
 @dataclass(slots=True)
 class StreamPiece:
-    """The next part of a generation. meta: SGLang's `meta_info`."""
+    """The next part of a generation.
+
+    text: the new text.
+    meta: SGLang's `meta_info`.
+    """
 
     text: str
     meta: dict[str, Any] = field(default_factory=dict)
 
 
 class BaseBackend(Protocol):
-    """Generates text. All methods are called on the event loop of the language."""
+    """Generates text (SGLang's `BaseBackend`). All methods are called on the event loop of the language."""
 
     def generate(
         self, prompt: ProgramPrompt, sampling: dict[str, Any], *, logprobs: bool = False

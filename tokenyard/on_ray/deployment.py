@@ -1,7 +1,7 @@
-"""An engine as a Ray Serve deployment: each replica runs a `tokenyard serve` of its own on its node.
+"""An engine as a Ray Serve deployment: each replica runs a separate `tokenyard serve` process on its node.
 
-Clients reach the engines through `tokenyard route`, which learns their addresses from `on_ray.addresses`, or through
-Serve's own proxies, which pay several milliseconds of CPU a request for it.
+Clients reach the engines through `tokenyard route`, which gets their addresses from `on_ray.addresses`, or through
+Serve's own proxies, which take several milliseconds of CPU per request.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ HOP_BY_HOP = {"connection", "host", "keep-alive", "te", "trailer", "transfer-enc
 
 
 class EngineDeployment:
-    """A replica. Serve restarts it when `check_health` raises, and drains it before it takes it away."""
+    """A replica. Serve restarts it when `check_health` raises, and drains it before it removes it."""
 
     def __init__(self, flags: Sequence[str], drain_s: float) -> None:
         """Start the server with the flags of `tokenyard serve` and wait until it is ready. Raises RuntimeError if it
-        ends before.
+        exits before that.
         """
         host, timeout = ray.util.get_node_ip_address(), f"--shutdown-timeout={drain_s:g}"
         self._server = ServerProcess([*flags, "--host", host, "--port", "0", timeout])
@@ -46,7 +46,7 @@ class EngineDeployment:
         self._max_running_requests = 0
 
     async def __call__(self, request: Request) -> StreamingResponse:
-        """Serve's own path: hand a request to the server and its answer back, piece by piece."""
+        """Serve's HTTP path: forward a request to the server and stream its response back."""
         headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP}
         url = self._url + request.url.path + (f"?{request.url.query}" if request.url.query else "")
         body = await request.body()
@@ -55,7 +55,7 @@ class EngineDeployment:
         return StreamingResponse(_pieces(answer), answer.status, told)
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """For handles: the pieces of the answer to a POST. Raises RuntimeError with the server's words if it fails."""
+        """For handles: stream the response to a POST. Raises RuntimeError with the server's message if it fails."""
         answer = await self._client().post(self._url + path, json=body, headers=self._own_headers)
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {await answer.text()}")
@@ -63,7 +63,7 @@ class EngineDeployment:
             yield piece
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Serve's hook: what routers know of this replica, once."""
+        """Serve's hook: static metadata of this replica for request routers."""
         return {"url": self._url}
 
     async def check_health(self) -> None:
@@ -75,15 +75,15 @@ class EngineDeployment:
                 raise RuntimeError(f"the server is not well: {await answer.text()}")
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Serve's hook: what `ChoiceRouter` knows of the load, every second."""
+        """Serve's hook: the load for `ChoiceRouter`, every second."""
         return await self._load()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: what `PrefillQueueAutoscaling` knows of the load."""
+        """Serve's hook: the load for `PrefillQueueAutoscaling`."""
         return await self._load()
 
     async def _load(self) -> dict[str, float]:
-        """The work that waits, and how full the engine is: the larger share of its places and its KV pool."""
+        """Queued work, and utilization: the larger of the used shares of running-request slots and KV pool."""
         if self._server.status is not None:
             return {}
         if not self._max_running_requests:
@@ -107,13 +107,13 @@ class EngineDeployment:
             return found
 
     def _client(self) -> aiohttp.ClientSession:
-        """Of the event loop that Serve runs this replica on. An answer may take any time."""
+        """The HTTP client of the event loop on which Serve runs this replica. Responses have no timeout."""
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None), auto_decompress=False)
         return self._session
 
     async def __del__(self) -> None:
-        """Serve's hook: the server refuses what is new, and open answers may go on for `drain_s`."""
+        """Serve's hook: the server refuses new requests, and open ones may continue for `drain_s`."""
         server: ServerProcess | None = getattr(self, "_server", None)
         if server is None:
             return
@@ -123,7 +123,7 @@ class EngineDeployment:
 
 
 async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """What is there at each time. Leaving early closes the connection, which cancels the request."""
+    """Pieces of the body as they arrive. Leaving early closes the connection, which aborts the request."""
     try:
         async for piece in answer.content.iter_any():
             yield piece
@@ -134,10 +134,15 @@ async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 def build(arguments: Mapping[str, Any]) -> serve.Application:
     """The Serve application: `serve run tokenyard.on_ray.deployment:build key=value ...`, or `args` in Serve's file.
 
-    flags: of `tokenyard serve`, as one text or a list. min_engines, max_engines. target_s: seconds of queued work that
-    each engine may have before there are more. num_gpus, num_cpus: what Ray sets aside for each engine. drain_s: how
-    long open answers may go on when an engine is taken away. upscale_delay_s, downscale_delay_s: how long there must be
-    too few or too many. policy: of the router for clients that stay on Serve's path. Raises ConfigError for others.
+    flags: flags of `tokenyard serve`, as one string or a list.
+    min_engines, max_engines: bounds of autoscaling.
+    target_s: seconds of queued work per engine above which engines are added.
+    num_gpus, num_cpus: what Ray reserves for each engine.
+    drain_s: how long open requests may continue when an engine is removed.
+    upscale_delay_s, downscale_delay_s: how long there must be too few or too many engines before a change.
+    policy: routing policy for clients that use Serve's proxies.
+
+    Raises ConfigError for any other key.
     """
     given = dict(arguments)
     flags = given.pop("flags", [])

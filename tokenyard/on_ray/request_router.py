@@ -1,7 +1,7 @@
-"""The choice of `tokenyard route` as Serve's request router, for clients that stay on Serve's path.
+"""The policies of `tokenyard route` as Serve's request router, for clients that use Serve's proxies.
 
-Each proxy and each handle has its own. It sees of HTTP requests their headers only, and what prompts caches hold is not
-known here, so that only a session or the beginning of a prompt finds its cache again. `tokenyard route` knows more.
+Each proxy and each handle has its own router. It sees only the headers of HTTP requests and does not know what the
+prefix caches hold, so cache affinity comes only from the session or the beginning of a prompt.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ SESSION_HEADER = b"x-session-id"
 
 
 class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as `routing.policies` does. Load is what was sent from here, or more where the engine says so."""
+    """Ranks replicas with `routing.policies`. Load is what this router sent, or the engine's report if higher."""
 
     def initialize_state(self, policy: str = DEFAULT_POLICY) -> None:
         """Serve's hook: `policy` is one of `tokenyard route --policy`."""
@@ -32,7 +32,7 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         self._sent: dict[str, DispatchedRequest] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve's hook: these run now."""
+        """Serve's hook: the replicas that run now."""
         super().update_replicas(replicas)
         here = {replica.replica_id for replica in replicas}
         self._targets = {name: target for name, target in self._targets.items() if name in here}
@@ -41,7 +41,7 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Serve's hook: replicas, the best first."""
+        """Serve's hook: replicas in order of preference."""
         if not candidate_replicas:
             return []
         features = RequestFeatures(1) if pending_request is None else features_of(pending_request)
@@ -49,7 +49,7 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return [[candidate_replicas[place]] for place in ranking.order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Serve's hook: a replica took the request."""
+        """Serve's hook: a replica accepted the request."""
         target = self._target(replica_id)
         features = features_of(pending_request)
         sent = DispatchedRequest(target, features.tokens, 0, time.monotonic())
@@ -58,7 +58,7 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         asyncio.get_running_loop().call_later(sent.expected_s(), sent.prefilled)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Serve's hook: an answer is done, or has failed."""
+        """Serve's hook: a request finished or failed."""
         if sent := self._sent.pop(internal_request_id, None):
             sent.end()
 
@@ -68,7 +68,7 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return self._targets[replica_id]
 
     def _state(self, replica: RunningReplica) -> TargetLoad:
-        """What was sent to a replica from here, or what its engine said last where that is more."""
+        """The load that this router sent to a replica, or the engine's last report if higher."""
         state, told = copy.copy(self._target(replica.replica_id)), replica.routing_stats
         if told.get("queued_tokens"):
             self._speed.token_s = told["queued_s"] / told["queued_tokens"]
@@ -78,7 +78,7 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
 
 
 def features_of(request: PendingRequest) -> RequestFeatures:
-    """What a policy may know: of an HTTP request by its headers, of a call of `Engine.ask` by its body."""
+    """Features for a policy, from the headers of an HTTP request or the body of an `EngineDeployment.ask` call."""
     session = getattr(request.metadata, "session_id", "")
     scope = getattr(request.args[0], "asgi_scope", None) if request.args else None
     if scope is not None:

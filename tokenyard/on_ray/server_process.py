@@ -1,4 +1,4 @@
-"""A `tokenyard serve` as a process of its own, which ends with the process that started it."""
+"""Runs `tokenyard serve` as a subprocess that ends with the process that started it."""
 
 import contextlib
 import re
@@ -15,11 +15,11 @@ LAST_LINES = 20
 
 
 class ServerProcess:
-    """A server that is ready at `url`. What it logs goes to standard error here."""
+    """A server that is ready at `url`. Its log goes to standard error of this process."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Start `tokenyard serve ARGUMENTS` and wait until it is ready. Raises RuntimeError with the last lines of its
-        log if it ends before.
+        log if it exits before that.
         """
         self.url = ""
         self._last: list[str] = []
@@ -51,7 +51,7 @@ class ServerProcess:
         return self._process.poll()
 
     def stop(self, drain_s: float) -> None:
-        """Have it drain and end, and kill it if it has not ended after `drain_s`."""
+        """Make it drain and exit; kill it if it has not exited after `drain_s`."""
         if self.status is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
 """Simulations on a Ray cluster: the trace goes to each node once, and each run is a task on one of its cores.
 
-Ray moves Python objects as pickles between its own processes: whoever reaches a cluster can run code on it. Every node
-needs the same version of this package, and the files of a policy of one's own.
+Ray sends Python objects as pickles between its processes: anyone who can reach a cluster can run code on it. Every node
+needs the same version of this package, and the files of a custom policy.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tokenyard.sim.traces.workload import Workload
 
 
 class RayRunner:
-    """A cluster that holds a trace. A run whose node dies begins again on another one."""
+    """A cluster that holds a trace. A run whose node dies is retried on another one."""
 
     def __init__(self, address: str, workload: Workload) -> None:
         """`address` is one of `ray.init`, such as "auto". Raises ConfigError if no cluster answers there."""
@@ -27,13 +27,13 @@ class RayRunner:
         self._workload = ray.put(workload)
 
     def submit(self, do: Callable[[Workload, Any], Any], job: Any) -> "Future[Any]":
-        """`do(workload, job)` on the cluster. `do` is a function of this package."""
+        """Run `do(workload, job)` on the cluster. `do` is a function of this package."""
         answer: Future[Any] = Future()
         _run.remote(self._workload, do, job, __version__).future().add_done_callback(lambda done: _settle(answer, done))
         return answer
 
     def shutdown(self) -> None:
-        """Leave the cluster; runs that have not ended are given up."""
+        """Disconnect from the cluster; unfinished runs are abandoned."""
         ray.shutdown()
 
 
@@ -45,7 +45,7 @@ def _run(workload: Workload, do: Callable[[Workload, Any], Any], job: Any, versi
 
 
 def _settle(answer: "Future[Any]", done: "Future[Any]") -> None:
-    """Give an answer the result, or the error as it was raised over there."""
+    """Copy the result of `done` to `answer`, or the exception that the task raised."""
     error = done.exception()
     if error is None:
         answer.set_result(done.result())

@@ -1,11 +1,11 @@
-"""Requests whose prompt one worker computes and whose answer another one writes (prefill and decode apart).
+"""PD disaggregation: one worker prefills a request's prompt and another one decodes.
 
-Engines of SGLang get both halves at once and meet by themselves: `bootstrap_host`, `bootstrap_port` and
-`bootstrap_room` tell the decode engine where. Engines of vLLM get them one after the other: the answer of the prefill
-engine, cut at one token, holds the `kv_transfer_params` with which the decode engine fetches the KV. A vLLM engine can
-also compute the prompt itself, and does where prefill fails; one of SGLang cannot, so another pair is tried.
+SGLang engines get both halves at the same time: the decode engine finds the prefill engine by `bootstrap_host`,
+`bootstrap_port` and `bootstrap_room`. vLLM engines get them one after the other: the prefill engine's response, limited
+to one token, holds the `kv_transfer_params` with which the decode engine fetches the KV. If prefill fails, a vLLM
+decode engine computes the prompt itself. An SGLang engine cannot, so another pair is tried.
 
-Prefill targets are chosen by uncached tokens and queued work, decode targets by room for KV. Both are counted before
+Prefill targets are chosen by uncached tokens and queued work, decode targets by free KV pool. Both are counted before
 anything is sent.
 """
 
@@ -41,8 +41,8 @@ _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "return_token_ids")
 
 
 def make_bootstrap_room(prefill: Target, decode: Target) -> int:
-    """A room by which both engines find the ranks that were chosen: its remainder by an engine's number of ranks is the
-    rank, at the decode engine as far as both can hold.
+    """A random `bootstrap_room` that encodes the chosen ranks: modulo an engine's number of ranks it is the rank. If no
+    room satisfies both engines, the prefill engine's rank wins.
     """
     ranks, others = len(prefill.worker.targets), len(decode.worker.targets)
     room = secrets.randbits(BOOTSTRAP_ROOM_BITS)
@@ -54,7 +54,7 @@ def make_bootstrap_room(prefill: Target, decode: Target) -> int:
 
 
 def bootstrap_fields(prefill: Target, decode: Target, prompts: int | None) -> dict[str, Any]:
-    """Where the two halves of a request meet; lists with an entry for each of `prompts`, plain values for None."""
+    """The bootstrap fields of both halves: lists with an entry for each of `prompts`, plain values for None."""
     worker, rank = prefill.worker, prefill.rank or 0
     host, port = worker.url.host, next(iter(worker.bootstrap_ports[rank : rank + 1]), 0) or worker.bootstrap_port
     if prompts is None:
@@ -64,10 +64,11 @@ def bootstrap_fields(prefill: Target, decode: Target, prompts: int | None) -> di
 
 
 def rank_fields(prefill: Target, decode: Target) -> tuple[dict[str, int], dict[str, int]]:
-    """The ranks that the prefill engine and the decode engine are told, under all names that SGLang has had for them.
+    """The rank fields for the prefill engine and for the decode engine, under all names that SGLang has used.
 
     Its older releases and the patch that introduced `data_parallel_rank_decode` read the prefill rank from
-    `data_parallel_rank` on both sides; later ones read `routed_dp_rank` (one's own) and `disagg_prefill_dp_rank`.
+    `data_parallel_rank` on both sides. Later ones read `routed_dp_rank` (the engine's rank) and
+    `disagg_prefill_dp_rank`.
     """
     first, second = prefill.rank, decode.rank
     told: dict[str, int] = {}
@@ -80,23 +81,23 @@ def rank_fields(prefill: Target, decode: Target) -> tuple[dict[str, int], dict[s
 
 
 def batch_size(fields: Mapping[str, Any]) -> int | None:
-    """How many prompts a body has; None for one that stands alone."""
+    """The number of prompts in a body; None for a single prompt that is not in a list."""
     prompt = next((fields[name] for name in ("prompt", "text", "input_ids") if fields.get(name) is not None), None)
     return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else None
 
 
 class PrefillListener(Protocol):
-    """Whatever waits for a prefill."""
+    """Waits for a `PrefillRequest`."""
 
     def prefilled(self, status: int, body: bytes) -> None:
-        """The prefill engine has answered."""
+        """The prefill engine responded."""
 
     def prefill_failed(self, why: str) -> None:
-        """It has not, and will not."""
+        """The prefill engine failed without a response."""
 
 
 class PrefillRequest(ResponseReader):
-    """The prefill half of a request, from its dispatch on."""
+    """The prefill half of a request, after its dispatch."""
 
     def __init__(self, router: Dispatcher, target: Target, sent: DispatchedRequest, owner: PrefillListener) -> None:
         self.target, self.sent = target, sent
@@ -109,7 +110,7 @@ class PrefillRequest(ResponseReader):
         self._size = 0
 
     def begin(self, method: bytes, path: bytes, headers: Headers, body: bytes) -> None:
-        """Send it, on an old connection if there is one."""
+        """Send it, on an idle connection if there is one."""
         url = self.target.worker.url
         head = request_head(method, url.path.encode() + path, url.authority.encode(), headers, len(body))
         self._request = head + body
@@ -120,7 +121,7 @@ class PrefillRequest(ResponseReader):
             self._connection.send(self, self._request)
 
     def drop(self) -> None:
-        """Its result is not needed any more."""
+        """Abort it: its result is no longer needed."""
         if self._connecting is not None:
             self._connecting.cancel()
         if self._connection is not None:
@@ -178,7 +179,7 @@ class PrefillRequest(ResponseReader):
 
 
 class DisaggExchange(Exchange):
-    """An exchange with a decode worker, and before or beside it a leg at a prefill worker."""
+    """An exchange with a decode worker, preceded or accompanied by a `PrefillRequest` at a prefill worker."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class DisaggExchange(Exchange):
         self._alone = False
 
     def _partners(self) -> list[Target]:
-        """Prefill targets that have room."""
+        """Prefill targets that have capacity."""
         parsed, router = self.parsed, self._router
         found = router.workers.prefilling(parsed.model, parsed.prefill_rank, router.now())
         return [target for target in found if not target.state.full]
@@ -211,7 +212,7 @@ class DisaggExchange(Exchange):
 
     @override
     def _count(self, target: Target) -> DispatchedRequest:
-        """Count the request at `target`, and at the prefill target that shall compute its prompt."""
+        """Count the request at `target` and at the prefill target that computes its prompt."""
         assert self._ranking is not None
         router, reason = self._router, self._ranking.reason
         self._partner, self._leg, self._handed = None, None, {}
@@ -230,7 +231,7 @@ class DisaggExchange(Exchange):
 
     @override
     def _go(self, target: Target) -> None:
-        """Send both halves at once, or the first one alone where the second needs its answer."""
+        """Send both halves, or only the prefill half if decode needs its response."""
         partner, leg, request, fields = self._partner, self._leg, self._request, self.parsed.fields
         if partner is None or leg is None:
             super()._go(target)
@@ -255,7 +256,7 @@ class DisaggExchange(Exchange):
         return super()._extra_fields(target) | ({} if self._started else self._handed)
 
     def prefilled(self, status: int, body: bytes) -> None:
-        """The prompt is computed, or refused."""
+        """The prefill engine computed or refused the prompt."""
         leg, self._leg = self._leg, None
         target, partner = self.target, self._partner
         if self._over or leg is None or target is None or partner is None:
@@ -274,7 +275,7 @@ class DisaggExchange(Exchange):
             super()._go(target)
 
     def prefill_failed(self, why: str) -> None:
-        """The prefill worker is gone: let the decode worker compute the prompt if it can, or try another pair."""
+        """The prefill worker failed: let the decode worker compute the prompt if it can, or try another pair."""
         self._leg = None
         target, partner = self.target, self._partner
         if self._over or self._started or target is None or partner is None:
@@ -285,7 +286,7 @@ class DisaggExchange(Exchange):
             super()._go(target)
         elif not target.worker.computes_alone:
             self._restart_prefill(why)
-        # An engine of ours has the request already, finds out by itself, and computes the prompt.
+        # A Tokenyard decode engine already has the request, notices the failure, and computes the prompt.
 
     def _restart_prefill(self, why: str) -> None:
         self._drop_upstream()
@@ -293,8 +294,8 @@ class DisaggExchange(Exchange):
         self._retry_elsewhere(why)
 
     def _refused(self, status: int, body: bytes) -> None:
-        """The prefill worker does not want the request: neither would another one, unless it was only too busy. An
-        engine of ours would wait for it, so it is told to compute the prompt itself.
+        """The prefill worker refused the request. Another one would refuse it too, unless this one was only overloaded.
+        A Tokenyard decode engine would wait for the KV, so it is asked to compute the prompt itself.
         """
         assert self._partner is not None
         assert self.target is not None
@@ -310,7 +311,7 @@ class DisaggExchange(Exchange):
 
     @override
     def _learn(self, tail: bytes, sent: DispatchedRequest) -> None:
-        """Hits are those of the prefill worker; vLLM's decode engines count what they fetched as well."""
+        """Count only the prefill worker's cache hits: vLLM's decode engines also count the KV that they fetched."""
         partner = self._partner
         if partner is None or not partner.worker.by_params or sent is not self._sent:
             super()._learn(tail, sent)

@@ -117,7 +117,7 @@ class LengthBody:
 
 
 class EndlessBody:
-    """A body that ends with its connection. It is forwarded in chunks, or as it is with `unpack`.
+    """A body that ends with its connection. It is forwarded in chunks, or unchanged with `unpack`.
 
     last: bytes to send at its end.
     """

@@ -1,8 +1,8 @@
-"""One request's way through the router: choose, send, try elsewhere, pass on the answer.
+"""Proxies one request: chooses a target, sends the request, retries it, and forwards the response.
 
-Nothing here awaits on the hot path: callbacks of the two connections drive it. Until a byte has gone to the client any
-failure leads to another target; after that an answer that breaks off is continued where it can be, and else ends with
-an error that says so.
+The hot path does not await: callbacks of the two connections drive it. Until a byte has gone to the client, a failure
+leads to a retry on another target. After that, an interrupted stream is continued on another worker if possible, and
+ends with an error otherwise.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 
 
 class Exchange(ClientHandler, ResponseReader, PendingRequest):
-    """A request and its answer: the `ClientHandler` of its client and the `ResponseReader` of its worker."""
+    """A request and its response: the `ClientHandler` of its client and the `ResponseReader` of its worker."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         self._follows = False
         self._before = self._last = b""
 
-    # The way in.
+    # The request.
 
     def start(self) -> None:
-        """Send the request to a target, or let it wait for one."""
+        """Send the request to a target, or queue it."""
         router, fresh = self._router, self._targets_with_capacity()
         if fresh and not router.queue:
             self._dispatch(fresh)
@@ -94,11 +94,11 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             router.capacity_freed()
 
     def fits(self) -> bool:
-        """Whether a target would have room for it now."""
+        """Whether a target has capacity for it now."""
         return bool(self._targets_with_capacity())
 
     def dequeued(self) -> None:
-        """Room has appeared."""
+        """It left the queue: dispatch it."""
         self.waiting = None
         fresh = self._targets_with_capacity() or self._eligible()
         if fresh:
@@ -107,7 +107,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             self.abort(RouterError(503, "no worker can take this request; try again later", code="no_worker"))
 
     def abort(self, error: TokenyardError) -> None:
-        """Answer with `error`, or break off the stream with it, whatever is under way."""
+        """End the request with `error` in any state: as the response, or as the end of the stream."""
         self._drop_upstream()
         if self._started:
             self._abort_stream(error)
@@ -121,12 +121,12 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         return found
 
     def _targets_with_capacity(self) -> list[Target]:
-        """Targets that have room for it now."""
+        """Targets that have capacity for it now."""
         priority = self.parsed.priority
         return [t for t in self._eligible() if not 0 < t.state.room <= t.state.requests or t.has_capacity(priority)]
 
     def _dispatch(self, fresh: list[Target]) -> None:
-        """Send it to the best of the targets `fresh`; to one that failed only if all have."""
+        """Send it to the best of the targets `fresh`; to one that failed before only if all have."""
         if self._tried:
             untried = [target for target in fresh if target not in self._tried]
             if not untried:
@@ -153,7 +153,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         return sent
 
     def _go(self, target: Target) -> None:
-        """Send it, on an old connection if there is one."""
+        """Send it, on an idle connection if there is one."""
         connection = target.worker.pool.take()
         if connection is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect(target))
@@ -191,7 +191,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         )
 
     def _extra_fields(self, target: Target) -> dict[str, Any]:
-        """What the worker is told beside the client's words: the rank, and to tell token ids."""
+        """Fields to add to the client's body: the rank, and the request for token ids."""
         extra: dict[str, Any] = {} if target.rank is None else {"data_parallel_rank": target.rank}
         if not self._started:
             way = target.worker.continues
@@ -199,14 +199,14 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         return extra | self._resumed.extra if self._resumed is not None else extra
 
     def _continuation(self, way: str) -> Continuation | None:
-        """What follows the stream of a worker that could go on with it in this `way`, None if this one cannot."""
+        """The state to continue the stream in this `way` if its worker fails; None if it cannot be continued."""
         if not self._router.settings.continuation:
             return None
         ours, foreign = way == BY_OUTPUT_IDS, way == BY_PROMPT_IDS
         way = continuation_mode(self._request.path, self.parsed.fields, ours=ours, foreign=foreign)
         return Continuation(self._request.path, self.parsed.fields, way) if way else None
 
-    # The way back: what the worker's connection tells.
+    # The response: callbacks of the worker's connection.
 
     @override
     def on_head(self, head: ResponseHead) -> Body | None:
@@ -247,8 +247,8 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             self._finish()
 
     def _followed(self, data: bytes, done: bool) -> tuple[bytes, bool]:
-        """A piece of a stream that could go on elsewhere, as it goes to the client. A stream that ends without its end
-        goes on elsewhere.
+        """The bytes to forward for a piece of a stream that can be continued. A stream that ends without its final
+        event is continued on another worker.
         """
         continuation = self._resumed
         assert continuation is not None
@@ -273,14 +273,14 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         self._upstream = None
         assert self.target is not None
         if stale:
-            # The worker closed an idle connection just then; this says nothing about the worker.
+            # The worker closed an idle connection at the same moment. That does not count as a failure.
             self._connecting = asyncio.get_running_loop().create_task(self._connect(self.target))
             return
         self._router.connection_failed(self.target)
         self._lost(why)
 
     def _lost(self, why: str) -> None:
-        """The worker will not finish its answer: go on elsewhere where that can be, or begin anew, or say so."""
+        """The worker will not finish its response: continue it elsewhere, retry it, or report an error."""
         if self._over:
             return
         if not self._started:
@@ -299,7 +299,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         self.abort(RouterError(502, "the worker failed in the middle of the answer", code="worker_failed"))
 
     def _begin(self, data: bytes, done: bool) -> None:
-        """The first bytes of the body are there: the answer can begin."""
+        """The first bytes of the body have arrived: begin the response."""
         if not data and not done:
             return
         head, sent = self._head, self._sent
@@ -325,7 +325,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         return headers
 
     def _finish(self) -> None:
-        """The answer is complete and went well."""
+        """The response is complete and succeeded."""
         tail = (self._before + self._last)[-TAIL_BYTES:]
         sent, self._upstream = self._sent, None
         assert sent is not None
@@ -334,17 +334,17 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         self._front.end()
 
     def _learn(self, tail: bytes, sent: DispatchedRequest) -> None:
-        """What the end of an answer says of the prompt that was `sent`."""
+        """Learn the prompt's length and cached tokens from the end of the response to `sent`."""
         cached, prompt = _last_number(_CACHED, tail), _last_number(_PROMPT, tail)
         self._router.finished(self, sent, prompt, cached)
 
-    # When something goes wrong.
+    # Failures.
 
     def _may_retry(self) -> bool:
         return self._tries <= self._router.settings.max_retries and self._router.may_retry()
 
     def _retry_elsewhere(self, why: str) -> None:
-        """The target failed before its answer began."""
+        """The target failed before its response began."""
         if self._over:
             return
         if self._may_retry():
@@ -354,7 +354,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         self.abort(RouterError(502, "no worker could answer this request; try again later", code="worker_failed"))
 
     def _retry(self) -> None:
-        """Go to another target at once; to one that was tried already, after a while."""
+        """Retry on another target immediately, or after a delay on one that was tried already."""
         self._give_back()
         self._router.metrics.retries += 1
         if any(target not in self._tried and not target.state.full for target in self._eligible()):
@@ -366,19 +366,19 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         self._timer = asyncio.get_running_loop().call_later(wait_ms / 1e3, self.restart)
 
     def restart(self) -> None:
-        """Another try."""
+        """Dispatch the request again."""
         self._timer = None
         if not self._over:
             self.start()
 
     def _fail(self, error: TokenyardError) -> None:
-        """Answer with an error of ours; nothing has gone out yet."""
+        """Respond with an error of the router. Nothing has been sent to the client yet."""
         self._router.metrics.failed(error.code)
         self._close()
         self._front.fail(error)
 
     def _abort_stream(self, error: TokenyardError) -> None:
-        """End an answer that cannot go on: a stream of events by one more event, anything else by the connection."""
+        """End a response that cannot be continued: an event stream with an error event, others by closing."""
         self._router.metrics.failed(error.code)
         head = self._head
         self._close()
@@ -414,7 +414,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             connection.drop(self)
 
     def _give_back(self) -> None:
-        """The target's load is counted no longer."""
+        """Stop counting the request at its target."""
         sent, self._sent = self._sent, None
         if sent is not None:
             assert self.target is not None
@@ -426,7 +426,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             self._router.capacity_freed()
 
     def _close(self) -> None:
-        """Whatever the end was: give everything back."""
+        """Release everything that the request holds, however it ended."""
         if self._over:
             return
         self._over = True
@@ -441,7 +441,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         self._give_back()
 
     def _explain(self) -> dict[str, Any]:
-        """Why this target was chosen, with all scores, in names that clients may see."""
+        """Why this target was chosen, with all scores, under names that clients may see."""
         ranking, target = self._ranking, self.target
         assert ranking is not None
         assert target is not None
@@ -456,7 +456,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         }
 
     def check_time(self, now_s: float) -> None:
-        """Give up an answer that takes too long, or in which the worker has fallen silent."""
+        """Abort or continue a response that takes too long, or whose worker has stalled."""
         settings = self._router.settings
         if now_s - self.began_s > settings.request_timeout_secs:
             self.abort(RouterError(504, "the answer took too long", code="timeout"))
@@ -471,8 +471,8 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             self._lost("the worker fell silent")
 
     def _silence_timeout_s(self) -> float:
-        """How long the worker may be silent: not much longer than a look at it takes once it is found unhealthy, if the
-        request can go on elsewhere.
+        """How long the worker may send nothing. It is `health_check_timeout_secs` if the worker is unhealthy and the
+        request can be retried or continued elsewhere.
         """
         settings = self._router.settings
         most_s = settings.stall_timeout_secs
@@ -487,7 +487,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
 
     @property
     def expires_s(self) -> float:
-        """Until when it may wait."""
+        """When it leaves the queue with an error, in seconds of the loop's clock."""
         deadline = math.inf if self.parsed.deadline_ms is None else self.began_s + self.parsed.deadline_ms / 1e3
         return min(deadline, self.began_s + self._router.settings.queue_timeout_secs)
 

@@ -1,6 +1,6 @@
-"""What a router reads out of a request's body: the prompt as blocks, whose it is and how urgent. Pure.
+"""What a router reads from a request's body: the prompt as blocks, the tenant, the session and the priority. Pure.
 
-Nothing is checked here that the worker checks: a field of the wrong type counts as absent.
+Fields that the worker validates are not validated here: a field of the wrong type counts as absent.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -40,11 +40,22 @@ Tokenize = Callable[[Mapping[str, Any]], Int32Array | None]
 
 @dataclass(slots=True)
 class ParsedRequest:
-    """A request as the router sees it. tokens: of its prompt, estimated from its text where `counted` is False.
+    """A request as the router sees it.
 
-    rank: the data-parallel rank that the client asks for, None for any; prefill_rank and decode_rank are those where
-    prefill and decode are apart. key: of the prompt's beginning, the same in
-    every process (see `choice.RequestFeatures`).
+    fields: the body.
+    prompt: the prompt as blocks.
+    tokens: prompt tokens, estimated from the text unless `counted`.
+    counted: whether `tokens` is exact.
+    model: the model or adapter that the client names.
+    stream: whether the client wants a stream.
+    priority: higher is more urgent.
+    tenant: whose request it is, for fair queueing.
+    session: requests of one session go to one target.
+    deadline_ms: the client's deadline, None for none.
+    rank: the data-parallel rank that the client asks for, None for any.
+    prefill_rank: the same for the prefill engine under PD disaggregation.
+    decode_rank: the same for the decode engine under PD disaggregation.
+    key: hash of the prompt's beginning, the same in every process (see `RequestFeatures`).
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +83,9 @@ def parse_body(
     stable: bool = False,
     adapters: Container[str] = (),
 ) -> ParsedRequest:
-    """Read a request's body. adapters: names of models that are adapters, whose prefixes are apart from their base's.
+    """Parse a request's body.
+
+    adapters: names of models that are adapters. Their prefixes are separate from those of the base model.
 
     Raises InvalidRequestError unless it is a JSON object.
     """
@@ -103,7 +116,7 @@ def parse_body(
 
 
 def _read_rare(parsed: ParsedRequest, fields: Mapping[str, Any]) -> None:
-    """Take in what few requests say."""
+    """Parse the fields that few requests have."""
     get = fields.get
     tenant = get("tenant") or get("user")
     parsed.priority = _priority(get("priority", get("service_tier")))
@@ -115,8 +128,8 @@ def _read_rare(parsed: ParsedRequest, fields: Mapping[str, Any]) -> None:
 
 
 def _prompt_text(fields: Mapping[str, Any], salts: str = "") -> bytes:
-    """Everything of a body that becomes prompt, in the order in which chat templates put it, so that a conversation's
-    next turn begins with its last one. It begins with `salts`, which part what engines keep apart.
+    """All text of a body that becomes prompt, in the order of chat templates, so that a conversation's next turn begins
+    with its previous one. It begins with `salts`, the cache namespace.
     """
     plain = fields.get("prompt")
     if isinstance(plain, str) and not salts and fields.keys().isdisjoint(_ODD):
@@ -133,7 +146,7 @@ def _prompt_text(fields: Mapping[str, Any], salts: str = "") -> bytes:
 
 
 def _collect(value: Any, parts: list[str]) -> None:
-    """The texts within a JSON value, in order."""
+    """Collect the texts in a JSON value, in order."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -157,7 +170,7 @@ def _given_ids(fields: Mapping[str, Any]) -> Int32Array | None:
 
 
 def _salts(fields: Mapping[str, Any], adapters: Container[str]) -> str:
-    """The namespace of the prompt, "" for the common one: salts, then the adapter, however the request names it."""
+    """The cache namespace of the prompt, "" for the default: salts, then the adapter, by whichever field names it."""
     salts = [salt for name in SALTS if isinstance(salt := fields.get(name), str) and salt]
     adapter, model = fields.get("lora_path"), fields.get("model")
     if not adapter and isinstance(model, str) and model in adapters:
@@ -178,7 +191,7 @@ def _priority(value: object) -> int:
 
 
 def _rank(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """The rank that the client asks for by one of `names`. Raises InvalidRequestError for one that is no number."""
+    """The rank that the client asks for in one of the fields `names`. Raises InvalidRequestError for a non-number."""
     for name in names:
         rank = fields.get(name)
         if rank is not None:

@@ -1,12 +1,12 @@
-"""Going on with a stream at another worker when its own has died. Pure.
+"""Continues a stream on another worker when its worker fails. Pure.
 
-The router asks the engine for the token ids of a stream (and takes them out again where the client did not ask), so
-that it can hand the answer so far to another worker.
+The router requests the token ids of a stream (and removes them if the client did not request them), so that it can
+send the output so far to another worker.
 
-Engines of ours take the same request with `output_ids`, the tokens so far, and go on byte for byte: penalties, stops,
-limits, grammar and usage count from the answer's beginning. An engine of another kind, if it tells the ids of the
-prompt too, is asked to complete prompt and answer as one prompt; that is right for greedy answers within the engine's
-own determinism, and where nothing looks back on the answer as such.
+Tokenyard engines get the same request with `output_ids`, the tokens so far: penalties, stops, limits, grammar and usage
+count from the beginning of the output. Other engines, if they also return the prompt's token ids, are asked to complete
+prompt and output as one prompt. That is correct for greedy output within the engine's own determinism, if no option
+depends on where the output began.
 """
 
 import re
@@ -40,8 +40,10 @@ _SAMPLING = (
 
 
 def continuation_mode(path: str, fields: Mapping[str, Any], *, ours: bool, foreign: bool) -> str:
-    """How an answer to this body could go on elsewhere, "" if it cannot: at engines of `ours`, or of a `foreign` kind
-    that tells token ids.
+    """How a response to this body can be continued, "" if it cannot.
+
+    ours: whether Tokenyard engines can continue it.
+    foreign: whether other engines that return token ids can.
     """
     if path not in (CHAT, COMPLETIONS) or fields.get("stream") is not True or fields.get("n") not in (None, 1):
         return ""
@@ -61,7 +63,7 @@ def _is_ids(prompt: object) -> bool:
 
 
 class Continuation:
-    """Follows one stream: what has been said, and how to go on from there."""
+    """Follows one stream: the output so far, and how to continue it."""
 
     def __init__(self, path: str, fields: Mapping[str, Any], way: str) -> None:
         self.way = way
@@ -86,7 +88,7 @@ class Continuation:
         return found
 
     def can_resume(self, context_length: int | None) -> bool:
-        """Whether what is known is enough to go on elsewhere. `context_length` of the model, if that is known."""
+        """Whether enough is known to continue elsewhere. `context_length`: of the model, None if unknown."""
         if self.done or self._head is None:
             return False
         return self.way == BY_OUTPUT_IDS or (
@@ -94,13 +96,13 @@ class Continuation:
         )
 
     def resume_stream(self) -> None:
-        """The stream will go on at another worker; half an event of the first one is forgotten."""
+        """Prepare to continue on another worker: discard an incomplete event of the first one."""
         self._continued, self._held = True, b""
         self._before, self._was_finished = len(self.tokens), self.finished
         self._offset = self._next_offset
 
     def prompt_body(self, context_length: int | None) -> bytes:
-        """The body with which an engine of another kind goes on, at `COMPLETIONS`."""
+        """The body with which an engine other than Tokenyard continues, for `COMPLETIONS`."""
         body = {name: self._fields[name] for name in _SAMPLING if self._fields.get(name) is not None}
         body |= {
             "prompt": [*(self._prompt_ids or []), *self.tokens],
@@ -109,7 +111,7 @@ class Continuation:
         return orjson.dumps({**body, "stream": True, "return_token_ids": True})
 
     def _max_tokens_left(self, context_length: int | None) -> int | None:
-        """How many tokens the answer may still have; None if that is unknown, or there are none left."""
+        """The number of tokens left for the output; None if it is unknown or zero."""
         asked = self._fields.get("max_completion_tokens", self._fields.get("max_tokens"))
         if not isinstance(asked, int):
             if context_length is None:
@@ -119,7 +121,7 @@ class Continuation:
         return left if left > 0 else None
 
     def feed(self, data: bytes) -> bytes:
-        """Take in a piece of the stream and return the events to pass on. Raises WireError for an endless event."""
+        """Consume a piece of the stream; returns the events to forward. Raises WireError for an oversized event."""
         data = self._held + data if self._held else data
         end = data.rfind(b"\n\n") + 2
         if end < 2:
@@ -131,7 +133,7 @@ class Continuation:
         return b"".join([self._event(event) for event in data[:end].split(b"\n\n")[:-1]])
 
     def _event(self, event: bytes) -> bytes:
-        """One event as it goes to the client, b"" for none."""
+        """One event to forward to the client, b"" for none."""
         if not event.startswith(_PREFIX) or event == b"data: [DONE]":
             self.done = self.done or event == b"data: [DONE]"
             return event + b"\n\n"
@@ -154,7 +156,7 @@ class Continuation:
         return (self._head or head) + found + rest + b"\n\n" if found else plain + b"\n\n"
 
     def _without_ids(self, event: bytes) -> bytes:
-        """Note the token ids in an event; they are left out if the client did not ask for them."""
+        """Record the token ids in an event; remove them if the client did not request them."""
         found = False
         for match in _IDS.finditer(event):
             found = True
@@ -167,7 +169,7 @@ class Continuation:
         return _IDS.sub(b"", event) if found and self._strip else event
 
     def _shifted(self, event: bytes) -> bytes:
-        """An event whose `text_offset` counts from the beginning of the whole answer."""
+        """An event whose `text_offset` counts from the beginning of the whole output."""
         try:
             fields = orjson.loads(event[len(_PREFIX) :])
             logprobs = fields["choices"][0]["logprobs"]
@@ -181,7 +183,7 @@ class Continuation:
         return _PREFIX + orjson.dumps(fields)
 
     def _translated(self, event: bytes) -> bytes:
-        """An event of a completion that goes on with the answer, as one of the answer itself."""
+        """Convert an event of the continuing completion into an event of the original response."""
         try:
             fields = orjson.loads(event[len(_PREFIX) :])
             head = orjson.loads(self._head[len(_PREFIX) :] + b'"":0}') if self._head else {}

@@ -85,7 +85,7 @@ async def embeddings(call: RequestContext) -> None:
 
 
 async def rerank(call: RequestContext) -> None:
-    """Order documents by how near their vectors are to that of the query (cosine), the nearest first."""
+    """Order documents by the cosine similarity of their vectors to that of the query, most similar first."""
     body = await parse_body(call.body, RerankRequest, strict=call.state.options.strict_api)
     adapter = call.state.check_model(body.model, body.lora_path)
     texts = [_document(document, place) for place, document in enumerate(body.documents)]
@@ -128,7 +128,7 @@ async def ollama_embed(call: RequestContext) -> None:
 async def _vectors(
     call: RequestContext, body: PoolingFields, adapter: str, prompts: Sequence[str | Int32Array]
 ) -> tuple[Vectors, int]:
-    """(float32[prompts, size] of length 1 each, how many tokens the prompts have)."""
+    """(float32[prompts, size], each row normalized, number of prompt tokens)."""
     specs = [_spec(call, body, prompt, place) for place, prompt in enumerate(prompts)]
     for spec in specs:
         spec.lora = adapter
@@ -140,7 +140,7 @@ async def _vectors(
 
 
 def _spec(call: RequestContext, body: PoolingFields, prompt: str | Int32Array, place: int) -> GenerateReqInput:
-    """One text whose vector is wanted."""
+    """The engine request for the vector of one text."""
     rid = f"{body.rid}-{place}" if isinstance(body.rid, str) else ""
     spec = new_generate_input(body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=rid)
     match body.pooling:
@@ -160,14 +160,14 @@ def _spec(call: RequestContext, body: PoolingFields, prompt: str | Int32Array, p
 
 
 def _vector(answer: CompletionOutput) -> Vectors:
-    """float32[size] of one answer. Raises TokenyardError where the engine gave none."""
+    """float32[size] of one answer. Raises TokenyardError if the engine returned none."""
     if answer.finish is None or not answer.finish.vector:
         raise TokenyardError("the engine gave no vector")
     return np.frombuffer(answer.finish.vector, dtype=np.float32)
 
 
 def _shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
-    """The first `dimensions` of each vector, made one of length 1 again. Raises InvalidRequestError for too many."""
+    """The first `dimensions` of each vector, normalized again. Raises InvalidRequestError for too many."""
     size = vectors.shape[1]
     if dimensions is None:
         return vectors

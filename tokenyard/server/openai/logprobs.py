@@ -11,7 +11,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """The table with which byte-level BPE writes bytes as printable characters (GPT-2), turned round."""
+    """The inverse of GPT-2's table by which byte-level BPE writes bytes as printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -19,7 +19,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class TokenNames:
-    """Single tokens as bytes and text. Without a tokenizer, a token is called by its number."""
+    """Single tokens as bytes and text. Without a tokenizer, the text of a token is its id."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -27,18 +27,18 @@ class TokenNames:
         self._known: dict[int, bytes] = {}
 
     def raw(self, token: int) -> bytes:
-        """The token's bytes, which need not be whole UTF-8 characters."""
+        """The token's bytes, which may be incomplete UTF-8 characters."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._spell(token)
         return found
 
     def text(self, token: int) -> str:
-        """The token's bytes as text, with replacement characters where they are no whole characters."""
+        """The token's bytes as text, with replacement characters for incomplete UTF-8 characters."""
         return self.raw(token).decode("utf-8", "replace")
 
     def _spell(self, token: int) -> bytes:
-        """Bytes of a token not seen before."""
+        """Compute the bytes of a token that is not cached yet."""
         piece = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
         if piece is None:
             return f"token_id:{token}".encode()
@@ -70,9 +70,9 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """The `logprobs` object of a text completion, as four parallel lists.
 
-    `offset` is where the first token's text begins; below 0 for a mark such as BOS that is not part of the text, whose
-    offset is given as 0. `first_token` is the prompt's first token, which has no
-    log-probability: it gets null, as in the OpenAI API.
+    offset: where the first token's text begins. Below 0 for a token such as BOS that is not part of the text; its offset
+        is reported as 0.
+    first_token: the prompt's first token. It has no log-probability and gets null, as in OpenAI's API.
     """
     tokens: list[str] = []
     logprobs: list[float | None] = []
@@ -94,7 +94,7 @@ def completion_logprobs(
 
 
 def _top_by_text(entry: TokenLogprobs, names: TokenNames) -> dict[str, float]:
-    """Likely tokens by their text. Where two look alike the likelier one counts; the token itself is always there."""
+    """Top tokens by text, and the token itself. Of two tokens with the same text the likelier one counts."""
     top: dict[str, float] = {}
     for token, logprob in zip(entry.top_tokens, entry.top_logprobs, strict=True):
         top.setdefault(names.text(token), logprob)

@@ -1,7 +1,7 @@
 """Stored responses, for `previous_response_id` and for GET and DELETE by id.
 
-The store is in memory and bounded in number, bytes and age. A client that must not depend on it sends its whole input
-each time.
+The store is in memory and bounded in number, bytes and age. A client that cannot depend on it sends its whole input
+with each request.
 """
 
 import time
@@ -25,7 +25,13 @@ router = APIRouter(prefix="/v1/responses")
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response and the input that it answers, as JSON."""
+    """One stored response.
+
+    tenant: its owner.
+    until_s: when it expires, in seconds of the store's clock.
+    response: the response as JSON.
+    items: its input items as JSON.
+    """
 
     tenant: str
     until_s: float
@@ -34,12 +40,12 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return len(self.response) + len(self.items)
 
 
 class ResponseStore:
-    """The latest responses by id. Each belongs to its tenant; others do not find it."""
+    """The latest responses by id. A response is visible only to its tenant."""
 
     def __init__(
         self,
@@ -65,7 +71,7 @@ class ResponseStore:
             self._drop(next(iter(self._kept)))
 
     def get(self, response_id: str, tenant: str) -> StoredResponse:
-        """A response. Raises HttpError (404) for one that is not kept (any more), or is another tenant's."""
+        """A response. Raises HttpError (404) if it is unknown, expired or another tenant's."""
         kept = self._kept.get(response_id)
         if kept is not None and kept.until_s < self._clock():
             self._drop(response_id)
@@ -98,14 +104,14 @@ def _tenant(request: Request) -> str:
 
 @router.get("/{response_id}")
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
-    """A response that is kept."""
+    """Return a stored response."""
     found: dict[str, Any] = orjson.loads(_store(request).get(response_id, _tenant(request)).response)
     return found
 
 
 @router.get("/{response_id}/input_items")
 async def get_input_items(request: Request, response_id: str) -> dict[str, Any]:
-    """What a response that is kept answers, the latest first."""
+    """Return the input items of a stored response, latest first."""
     items = orjson.loads(_store(request).get(response_id, _tenant(request)).items)[::-1]
     named = [{"id": f"{response_id}-{len(items) - place}", **item} for place, item in enumerate(items)]
     ends = {"first_id": named[0]["id"], "last_id": named[-1]["id"]} if named else {"first_id": None, "last_id": None}

@@ -89,9 +89,9 @@ async def responses(call: RequestContext) -> None:
 
 
 def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
-    """All that the response answers: what the one before answered and said, and the input.
+    """All input items: those of the previous response, its output, and the new input.
 
-    Raises HttpError for a response that is not there, and ContextLengthError for more than any prompt holds.
+    Raises HttpError if the previous response does not exist, and ContextLengthError if the input is too long.
     """
     own = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not body.previous_response_id:
@@ -103,13 +103,13 @@ def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
 
 
 def _keep(call: RequestContext, body: ResponsesRequest, items: list[Item], writer: "ResponseWriter") -> None:
-    """Keep a response that has ended, unless its client does not want that."""
+    """Store a finished response, unless the client opted out."""
     if body.store is not False:
         call.state.responses.put(writer.response, items, call.tenant)
 
 
 def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
-    """The conversation and the wishes as a chat body."""
+    """Convert the conversation and the parameters to a chat body."""
     conversation: list[dict[str, Any]] = []
     if body.instructions:
         conversation.append({"role": "system", "content": body.instructions})
@@ -128,7 +128,7 @@ def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
 
 
 def _add_item(conversation: list[dict[str, Any]], item: Item, where: str) -> None:
-    """Add an input item; reasoning, text and calls of one turn of the assistant are one message."""
+    """Add an input item to the conversation. Reasoning, text and calls of one assistant turn form one message."""
     match item.get("type", "message"):
         case "message":
             role = item.get("role")
@@ -157,7 +157,7 @@ def _add_item(conversation: list[dict[str, Any]], item: Item, where: str) -> Non
 
 
 def _turn(conversation: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message that is being put together."""
+    """The open assistant message of the conversation."""
     if not conversation or conversation[-1]["role"] != "assistant":
         conversation.append({"role": "assistant", "content": None})
     return conversation[-1]
@@ -178,13 +178,13 @@ def _content(content: Any, where: str) -> str:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function in the shape of chat completions."""
+    """Convert a function tool to the format of chat completions."""
     function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name)}
     return {"type": "function", "function": function}
 
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """tool_choice in the shape of chat completions."""
+    """Convert tool_choice to the format of chat completions."""
     if not isinstance(choice, dict):
         return choice
     match choice:
@@ -197,7 +197,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _format(form: Any) -> dict[str, Any] | None:
-    """text.format in the shape of response_format. Raises InvalidRequestError for one that is no object."""
+    """Convert text.format to response_format. Raises InvalidRequestError if it is not an object."""
     if not isinstance(form, dict | None):
         raise InvalidRequestError("text.format must be an object", param="text")
     if not form or form.get("type") != "json_schema":
@@ -207,9 +207,9 @@ def _format(form: Any) -> dict[str, Any] | None:
 
 
 class ResponseWriter:
-    """Writes one answer: as events of a stream, and as the response that these events add up to.
+    """Writes one response, as stream events and as a whole.
 
-    There is one list of items; what a stream tells of them is read off it, so that ids never differ.
+    Both are built from one list of items, so that their ids are equal.
     """
 
     def __init__(self, body: ResponsesRequest, model: str) -> None:
@@ -244,7 +244,7 @@ class ResponseWriter:
         self._open: Item | None = None
 
     def pieces(self, answer: CompletionOutput, events: Sequence[Event]) -> bytes:
-        """The events of a stream for what has come."""
+        """The stream events for new output."""
         out = []
         if not self._number:
             out.append(self._event("response.created", response=self.response))
@@ -274,7 +274,7 @@ class ResponseWriter:
         return named_event(kind, payload)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        """An event about the item that is open."""
+        """An event about the open item."""
         assert self._open is not None
         place = len(self.response["output"]) - 1
         return self._event(kind, item_id=self._open["id"], output_index=place, **fields)
@@ -307,7 +307,7 @@ class ResponseWriter:
         return [*out, self._item_event("response.reasoning_text.delta", **fields)]
 
     def _end_item(self, status: str) -> list[bytes]:
-        """End the item that is open, if one is."""
+        """End the open item, if any."""
         item, out = self._open, []
         if item is None:
             return []

@@ -30,11 +30,11 @@ def new_generate_input(
     tenant: str = "",
     rid: str | None = None,
 ) -> GenerateReqInput:
-    """A spec with tenant, id, urgency and rank, from the body and the headers X-Request-Id, X-Tenant, X-Priority and
+    """A spec with tenant, id, priority and rank, from the body and the headers X-Request-Id, X-Tenant, X-Priority and
     X-Data-Parallel-Rank.
 
-    The body wins over the headers, `rid` and `tenant` over both; `user` names the tenant where nothing else does.
-    `targets` of its class stand in for those that it does not bring, those of the class "default" where it names none.
+    The body overrides the headers; the arguments `rid` and `tenant` override both. `user` is the tenant if nothing else
+    is. Latency targets that the request does not set come from `targets` of its class, or of the class "default".
     Raises InvalidRequestError for a priority that is neither a number nor a word, and for a deadline, target or number
     that is out of range.
     """
@@ -79,13 +79,13 @@ def _rank(fields: SchedulingFields, headers: Mapping[str, str]) -> int | None:
 
 
 def _cache_salt(fields: SchedulingFields) -> str:
-    """The name of the request's own part of the prefix cache: `cache_salt`, and SGLang's `extra_key` if given."""
+    """The request's namespace in the prefix cache: `cache_salt`, and SGLang's `extra_key` if given."""
     salt, extra = _label(fields.cache_salt or "", "cache_salt"), _label(fields.extra_key or "", "extra_key")
     return f"{salt}\n{extra}" if extra else salt
 
 
 def _label(text: str, param: str) -> str:
-    """`text` if it is short enough to be kept with a request. Raises InvalidRequestError if not."""
+    """`text`, if it is within the length limit. Raises InvalidRequestError otherwise."""
     if len(text) > MAX_LABEL_CHARS:
         raise InvalidRequestError(f"{param} is longer than {MAX_LABEL_CHARS} characters", param=param)
     return text
@@ -104,8 +104,8 @@ def _priority(value: int | str | None) -> tuple[int | None, str | None]:
 
 
 def _slo(fields: SchedulingFields, targets: Slo | None) -> Slo | None:
-    """Latency targets in nanoseconds: the request's own, else those of its class. A deadline of its own comes before
-    its class's time to first token.
+    """Latency targets in nanoseconds: the request's own, else those of its class. The request's own deadline overrides
+    the time to first token of its class.
     """
     if fields.slo is None and targets is None:
         return None
@@ -126,7 +126,7 @@ def parse_sampling_params(
 ) -> SamplingParams:
     """Sampling parameters from a body, and from `defaults` where it leaves a field out.
 
-    Raises InvalidRequestError for what is out of range or not supported.
+    Raises InvalidRequestError for values that are out of range or not supported.
     """
     _refuse_constraints(fields)
     given: dict[str, Any] = dict(defaults)

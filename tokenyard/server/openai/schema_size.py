@@ -1,4 +1,4 @@
-"""Refuses schemas whose size alone makes them costly to enforce, before they are compiled, and says where."""
+"""Refuses schemas that are too large to compile, with the place in the schema."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ MAX_DEPTH = 100
 
 
 def check_size(schema: Any, param: str) -> None:
-    """Raise InvalidRequestError for a schema that is nested too deeply, or has an object of too many optional parts."""
+    """Raise InvalidRequestError for a schema that is nested too deeply or has too many optional properties."""
     left: list[tuple[Any, tuple[str, ...]]] = [(schema, ())]
     while left:
         value, path = left.pop()
@@ -42,6 +42,6 @@ def _check_properties(schema: Mapping[str, Any], path: tuple[str, ...], param: s
 
 
 def pointer(path: tuple[str, ...]) -> str:
-    """A JSON pointer (RFC 6901), cut where it is long."""
+    """A JSON pointer (RFC 6901), truncated if it is long."""
     steps = "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in path[:8])
     return (steps[:200] or "/") + ("/..." if len(path) > 8 else "")

@@ -1,7 +1,7 @@
-"""From what clients want of an answer's form to the text of a grammar (Lark, as llguidance reads it).
+"""Converts structured output fields of requests to a grammar (Lark, as llguidance parses it).
 
-`response_format`, SGLang's json_schema, regex, ebnf and structural_tag, vLLM's structured_outputs and guided_*, and
-forced tool calls in the model's own format all end here. What a schema may hold is found out when it is compiled.
+It handles `response_format`, SGLang's json_schema, regex, ebnf and structural_tag, vLLM's structured_outputs and
+guided_*, and forced tool calls in the model's own format. Unsupported schema keywords are detected by the compiler.
 """
 
 import json
@@ -36,13 +36,17 @@ REASONING_RULE = r"/(?s:.*)/"
 
 @dataclass(slots=True)
 class Grammar:
-    """Rules by name; `start` is what the answer consists of."""
+    """A grammar.
+
+    start: body of the start rule.
+    rules: bodies of the other rules by name.
+    """
 
     start: str
     rules: dict[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The whole grammar. Raises InvalidRequestError for one that is too large."""
+        """The grammar as Lark. Raises InvalidRequestError if it is too large."""
         lines = [f"start: {self.start}", *(f"{name}: {rule}" for name, rule in self.rules.items())]
         text = "\n".join(lines)
         if len(text) > MAX_GRAMMAR_CHARS:
@@ -51,7 +55,7 @@ class Grammar:
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
-    """Text as part of a rule; special tokens within it stand for themselves."""
+    """Quote text for a rule. Special tokens in it become token references."""
     if not text:
         return ""
     if not special:
@@ -65,7 +69,7 @@ def literal(text: str, special: Mapping[str, int]) -> str:
 
 
 def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN_JSON) -> str:
-    """JSON that keeps to a schema. `lenient` ignores keywords that cannot be enforced, else they are refused."""
+    """A rule for JSON that matches a schema. With `lenient`, keywords that cannot be enforced are ignored."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -81,14 +85,12 @@ def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN
         options["lenient"] = True
     given = schema.get("x-guidance")
     merged = {**schema, "x-guidance": options | (dict(given) if isinstance(given, Mapping) else {})}
-    # By this comment the compiler names the schema that it refuses.
+    # The compiler quotes this comment in its error about the schema.
     return f"%json {_json(merged)} // {' '.join(param.split())}"
 
 
 def _json(value: Any) -> str:
-    """A value as JSON. What orjson refuses (half characters, numbers beyond 64 bits), Python's own writes, in ten times
-    the time.
-    """
+    """A value as JSON. Values that orjson refuses (lone surrogates, numbers beyond 64 bits) go through `json`."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:
@@ -96,7 +98,7 @@ def _json(value: Any) -> str:
 
 
 def grammar_text(body: SamplingFields, style: OutputStyle, prompt: str = "") -> str:
-    """The text of the grammar that a body asks for, "" for none. Raises InvalidRequestError for a wrong one."""
+    """The text of the grammar that a body requests, "" for none. Raises InvalidRequestError for an invalid one."""
     grammar = grammar_of(body)
     if grammar is None:
         return ""
@@ -105,7 +107,7 @@ def grammar_text(body: SamplingFields, style: OutputStyle, prompt: str = "") -> 
 
 
 def check_free_end(body: SamplingFields) -> None:
-    """Raise InvalidRequestError where an answer could not end as its grammar says."""
+    """Raise InvalidRequestError if other fields keep the answer from ending as its grammar requires."""
     if body.ignore_eos:
         raise InvalidRequestError(
             "ignore_eos cannot go with a grammar, which says where the end is", param="ignore_eos"
@@ -113,7 +115,7 @@ def check_free_end(body: SamplingFields) -> None:
 
 
 def grammar_of(body: SamplingFields) -> Grammar | None:
-    """The grammar that a body asks for, None for none. Raises InvalidRequestError for two, or for a wrong one."""
+    """The grammar that a body requests, None for none. Raises InvalidRequestError for two, or for an invalid one."""
     found: list[tuple[str, Grammar]] = []
     for name, value in _constraints(body):
         if value is not None:
@@ -125,7 +127,7 @@ def grammar_of(body: SamplingFields) -> Grammar | None:
 
 
 def _constraints(body: SamplingFields) -> list[tuple[str, Any]]:
-    """(name of the field, value) of everything in a body that asks for a form."""
+    """(field name, value) of each structured output field in a body."""
     wishes: list[tuple[str, Any]] = [
         ("regex", body.regex or None),
         ("ebnf", body.ebnf or None),
@@ -150,7 +152,7 @@ def _constraints(body: SamplingFields) -> list[tuple[str, Any]]:
 
 
 def _grammar(name: str, value: Any) -> Grammar:
-    """One wish as a grammar. Raises InvalidRequestError where its value is of a wrong kind."""
+    """Convert one field to a grammar. Raises InvalidRequestError if its value has the wrong type."""
     match name:
         case "json_schema":
             return Grammar("answer", {"answer": schema_rule(value, lenient=False, param=name)})
@@ -166,7 +168,7 @@ def _grammar(name: str, value: Any) -> Grammar:
 
 
 def _response_format(form: Mapping[str, Any]) -> Grammar:
-    """OpenAI's response_format, and vLLM's and SGLang's kinds of it."""
+    """Convert OpenAI's response_format, including the types that vLLM and SGLang add."""
     match form.get("type"):
         case "json_object":
             return Grammar(
@@ -192,7 +194,7 @@ def _response_format(form: Mapping[str, Any]) -> Grammar:
 
 
 def _escaped(value: Any, param: str) -> str:
-    """A regular expression as it stands between slashes in Lark."""
+    """A regular expression, escaped for use between slashes in Lark."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{param} must be a string", param=param)
     return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", value, flags=re.DOTALL).replace("\n", r"\n")
@@ -205,7 +207,7 @@ def _choice(value: Any) -> str:
 
 
 def _ebnf(value: Any) -> Grammar:
-    """A grammar in GBNF (`root ::= ...`) or in Lark (`start: ...`)."""
+    """Convert a grammar in GBNF (`root ::= ...`) or Lark (`start: ...`)."""
     if not isinstance(value, str) or len(value) > MAX_EBNF_CHARS:
         message = f"ebnf must be a string of at most {MAX_EBNF_CHARS} characters"
         raise InvalidRequestError(message, param="ebnf")
@@ -224,7 +226,7 @@ def _ebnf(value: Any) -> Grammar:
 
 @dataclass(slots=True)
 class _Raw(Grammar):
-    """A grammar of the client's own, whose rules are text."""
+    """A grammar that the client wrote in Lark."""
 
     lark: str = ""
 
@@ -234,7 +236,7 @@ class _Raw(Grammar):
 
 
 def _tagged(value: Any) -> Grammar:
-    """Free text in which a trigger begins a tag that must go on as one of the structures says."""
+    """Convert structural_tag: free text in which a trigger begins a tag that must match one of the structures."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
@@ -276,7 +278,7 @@ def tagged_text(tags: Sequence[tuple[str, list[str], str, str]]) -> Grammar:
 
 
 def after_reasoning(grammar: Grammar, form: OutputFormat | None, prompt: str, special: Mapping[str, int]) -> Grammar:
-    """The same grammar behind reasoning, where the prompt has begun some or the model may."""
+    """Allow reasoning before the grammar, if the prompt has begun it or the model may begin it."""
     if form is None or form.thinks is None or form.name == "harmony":
         return grammar
     begin, end = form.thinks
@@ -288,7 +290,7 @@ def after_reasoning(grammar: Grammar, form: OutputFormat | None, prompt: str, sp
     if opened:
         start = f"thought {SPACE_BEFORE}"
     elif re.search(re.escape(end) + r"\s*$", prompt[-400:]):
-        # The prompt has ended the reasoning already.
+        # The prompt has already closed the reasoning.
         grammar.rules = {name: rule for name, rule in grammar.rules.items() if not name.startswith("thought")}
         return grammar
     else:
@@ -300,7 +302,7 @@ def after_reasoning(grammar: Grammar, form: OutputFormat | None, prompt: str, sp
 def forced_calls(
     form: OutputFormat, functions: Sequence[Mapping[str, Any]], special: Mapping[str, int], *, parallel: bool
 ) -> Grammar:
-    """One or more calls of `functions`, as the model's family writes them. Without `parallel` exactly one."""
+    """One or more calls of `functions`, in the format of the model family. Without `parallel` exactly one."""
     shape = form.shape
     if shape is None:
         raise InvalidRequestError(f"tool calls in the format {form.name} cannot be forced", param="tool_choice")
@@ -319,7 +321,7 @@ def forced_calls(
 def strict_calls(
     form: OutputFormat, functions: Sequence[Mapping[str, Any]], special: Mapping[str, int]
 ) -> Grammar | None:
-    """Free text in which calls must keep to their schemas; None without a strict function or a marker of calls."""
+    """Free text in which calls must match their schemas; None without a strict function or a call marker."""
     shape = form.shape
     if shape is None or not any(function.get("strict") is True for function in functions):
         return None
@@ -351,12 +353,12 @@ def strict_calls(
 def _add_arguments(
     rules: dict[str, str], place: int, shape: ToolCallShape, function: Mapping[str, Any], special: Mapping[str, int]
 ) -> None:
-    """The rules of one function's arguments: JSON, or one piece for each parameter."""
+    """Add the rules of one function's arguments: JSON, or text for each parameter."""
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     param = f"tools: {function['name']}.parameters"
     lenient = function.get("strict") is not True
     if shape.parameter is None:
-        # Models should not make up arguments that a tool does not have, unless it says that it takes any.
+        # Models should not invent arguments that a tool does not have, unless its schema allows any.
         closed = {"additionalProperties": False} if parameters.get("properties") else {}
         schema = {"type": "object", **closed, **parameters}
         rules[f"arguments_{place}"] = schema_rule(schema, lenient=lenient, param=param, space=SPACE_IN_CALLS)

@@ -20,7 +20,13 @@ Function = dict[str, Any]
 
 @dataclass(slots=True)
 class ToolUse:
-    """The functions that an answer may call. forced: it calls one at least. named: the client named which."""
+    """The functions that an answer may call.
+
+    functions: from `tools`.
+    forced: the answer calls at least one.
+    named: the client named the function to call.
+    parallel: the answer may contain several calls.
+    """
 
     functions: list[Function]
     forced: bool = False
@@ -29,7 +35,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
-    """What a chat body says of tools. Raises InvalidRequestError for a choice that is wrong or of no tool there."""
+    """The tool use that a chat body requests. Raises InvalidRequestError for an invalid choice or an unknown tool."""
     functions, choice = functions_of(body.tools or ()), body.tool_choice
     parallel = body.parallel_tool_calls is not False
     match choice:
@@ -52,7 +58,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
 
 
 def _forced(functions: list[Function], names: list[str], parallel: bool, *, named: bool = False) -> ToolUse:
-    """A call of one of the functions, with `names` of one of these."""
+    """Force a call of one of the functions, of one in `names` if there are any."""
     if not functions:
         raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
     known = {function["name"]: function for function in functions}
@@ -63,7 +69,7 @@ def _forced(functions: list[Function], names: list[str], parallel: bool, *, name
 
 
 def chat_grammar(body: ChatRequest, use: ToolUse, style: OutputStyle, prompt: str) -> str:
-    """The text of the grammar for a chat answer, "" for none. Raises InvalidRequestError where two are asked for."""
+    """The text of the grammar for a chat answer, "" for none. Raises InvalidRequestError if two are requested."""
     grammar = grammar_of(body)
     if use.forced:
         if grammar is not None:
@@ -84,7 +90,7 @@ def chat_grammar(body: ChatRequest, use: ToolUse, style: OutputStyle, prompt: st
 
 
 def _or_tool_calls(grammar: Grammar | None, use: ToolUse, style: OutputStyle) -> Grammar | None:
-    """An answer of a certain form, or calls in its place."""
+    """An answer that matches `grammar`, or tool calls instead."""
     if grammar is None:
         return None
     calls = forced_calls(style.tool_call_format, use.functions, style.special, parallel=use.parallel)

@@ -1,4 +1,4 @@
-"""Arguments as JSON: plain text by its tool's schema, and JSON text that a model wrote."""
+"""Converts tool call arguments to JSON: plain text by the tool's schema, and JSON text that the model wrote."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import orjson
 
 
 def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty where it does not say."""
+    """The JSON types that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return set()
     found: set[str] = set()
@@ -28,20 +28,20 @@ def types_of(schema: Any) -> set[str]:
 
 
 def parameter_schema(parameters: Any, key: str) -> Any:
-    """The schema of one parameter in a tool's `parameters`, None where there is none."""
+    """The schema of one parameter in a tool's `parameters`, None if there is none."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a value is a string whatever it looks like, so that it can be passed on before its end."""
+    """Whether a value is always a string, so that it can be streamed before its end."""
     return types_of(schema) == {"string"}
 
 
 def as_json(text: str, schema: Any) -> str:
     """The JSON text of a value that was written as plain text.
 
-    Text that is a value of a type the schema allows stays as it is; all else becomes a string.
+    Text that is a JSON value of an allowed type is unchanged; everything else becomes a string.
     """
     types = types_of(schema)
     try:
@@ -74,8 +74,8 @@ def _types_of_value(value: Any) -> set[str]:
 
 
 def loads_lenient(text: str) -> Any:
-    """The value of a JSON text: half characters (lone surrogates) become question marks, and numbers beyond 64 bits
-    floats, as neither can be written again. Raises ValueError or RecursionError for what is no JSON.
+    """Parse JSON. Lone surrogates become question marks, and numbers beyond 64 bits become floats, because neither can
+    be serialized again. Raises ValueError or RecursionError for invalid JSON.
     """
     try:
         return orjson.loads(text)

@@ -1,4 +1,4 @@
-"""Which format a model writes, by its chat template or by name."""
+"""Selects the output format of a model, by its chat template or by name."""
 
 from collections.abc import Iterable
 
@@ -35,7 +35,7 @@ NAMES_ELSEWHERE = {
 
 
 def detect(sources: Iterable[str]) -> OutputFormat | None:
-    """The format whose marks stand in the sources of a model's chat templates, None for none."""
+    """The format whose markers occur in the sources of a model's chat templates, None for none."""
     text = "\n".join(sources)
     for family in FAMILIES.values():
         if all(mark in text for mark in family.detect):
@@ -52,5 +52,5 @@ def named(name: str) -> OutputFormat:
 
 
 def knows_tools(sources: Iterable[str]) -> bool:
-    """Whether a model's chat templates show tools to the model."""
+    """Whether a model's chat templates render tools."""
     return any("tools" in source for source in sources)

@@ -6,21 +6,26 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class ContentText:
-    """More of the answer itself."""
+    """More content of the answer."""
 
     text: str
 
 
 @dataclass(slots=True)
 class ReasoningText:
-    """More of what the model thinks before its answer."""
+    """More of the model's reasoning."""
 
     text: str
 
 
 @dataclass(slots=True)
 class ToolCallStart:
-    """A tool call begins. `index` counts the calls of one answer from 0; `id` is "" unless the text holds one."""
+    """A tool call begins.
+
+    index: of the call in the answer, from 0.
+    name: the tool's name.
+    id: the call's id; "" unless the text contains one.
+    """
 
     index: int
     name: str
@@ -37,7 +42,7 @@ class ToolCallArguments:
 
 @dataclass(slots=True)
 class ToolCallEnd:
-    """All arguments of a call have come, or the text ended within them."""
+    """The arguments of a call are complete, or the text ended within them."""
 
     index: int
 

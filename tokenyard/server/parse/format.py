@@ -1,21 +1,21 @@
-"""How a family of models writes reasoning and tool calls, as data for the output parser and the grammars.
+"""How a model family writes reasoning and tool calls, as data for the output parser and the grammars.
 
-A format is a set of regions. Each region says what its text is and which markers lead from it to other regions:
+A format is a set of regions. Each region defines the kind of its text and the markers that lead to other regions:
 
-    start      only whitespace has come; the first other text decides where to go
+    start      only whitespace so far; the first other text selects the next region
     content    the answer
-    reasoning  what the model thinks
-    skip       text between markers that means nothing
-    header     text up to a marker that decides by `routes` where to go (harmony's channels)
-    name       a tool's name; `pattern` takes the name (and an id) out of the text
+    reasoning  the model's reasoning
+    skip       text between markers without meaning
+    header     text before a marker; `routes` select the next region by it (harmony's channels)
+    name       a tool's name; `pattern` extracts the name (and an id) from the text
     id         a call's id
-    arguments  JSON arguments, passed on as they stand
-    objects    JSON objects with name and arguments, one or several
+    arguments  JSON arguments, passed on unchanged
+    objects    one or more JSON objects with name and arguments
     pythonic   [name(key=value, ...), ...]
     key        the name of one argument
     value      its value, typed by the tool's schema
 
-A marker inside of a JSON string is text. No marker of a region may be the beginning of another one of it.
+A marker inside a JSON string is text. No marker of a region may be a prefix of another marker of that region.
 """
 
 import re
@@ -43,9 +43,14 @@ Kind = Literal[
 class Region:
     """A stretch of text of one kind.
 
-    edges: marker -> the region behind it. bare: first character -> region, for calls that begin without a marker; the
-    character is not consumed. then: where `start` goes for other text. routes: (pattern of the header, region) in
-    order. in_call: for `skip`, whether the call goes on behind it. known: only names of the request's tools count.
+    kind: see the module's docstring.
+    edges: marker -> the region after it.
+    bare: first character -> region, for calls that begin without a marker. The character is not consumed.
+    then: the region after `start` for other text.
+    routes: (pattern of the header, region), in order.
+    pattern: for `name`, the pattern of the name and an id.
+    in_call: for `skip`, whether the call continues after it.
+    known: only names of the request's tools count.
     """
 
     kind: Kind
@@ -60,10 +65,12 @@ class Region:
 
 @dataclass(frozen=True)
 class ToolCallShape:
-    """How calls are written, for grammars that force one: `begin`, calls with `between` in between, `end`.
+    """How calls are written, for grammars that force one (SGLang's `StructureInfo`).
 
-    A call is `before`, the tool's name, `middle`, its arguments and `after`. With `parameter` the arguments are not
-    JSON but one such piece for each: text before its key, before its value, behind its value.
+    An answer is `begin`, calls separated by `between`, and `end`. A call is `before`, the tool's name, `middle`, the
+    arguments and `after`.
+
+    parameter: (text before the key, before the value, after the value) of each argument. None if arguments are JSON.
     """
 
     before: str
@@ -77,11 +84,15 @@ class ToolCallShape:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """One family's way of writing.
+    """The output format of one model family: what SGLang's detectors and vLLM's tool and reasoning parsers implement.
 
-    detect: all of these stand in the source of chat templates of the family. opened: (pattern of the prompt's end,
-    region in which the answer then begins). thinks: marker that opens reasoning and the one that ends it.
-    id_style: how ids of calls are made up.
+    name: accepted by `detect.named`.
+    regions: by name.
+    detect: strings that all occur in the source of the family's chat templates.
+    opened: (pattern of the prompt's end, region in which the answer then begins).
+    shape: how calls are written, None if a grammar cannot force them.
+    thinks: the markers that begin and end reasoning.
+    id_style: the format of generated call ids.
     """
 
     name: str
@@ -102,5 +113,5 @@ class OutputFormat:
 
     @property
     def markers(self) -> set[str]:
-        """All markers, which the detokenizer must not drop where they are special tokens."""
+        """All markers. The detokenizer must keep those that are special tokens."""
         return {marker for region in self.regions.values() for marker in region.edges}

@@ -1,4 +1,4 @@
-"""JSON read piece by piece: where a value ends, and calls written as objects. Text passes on as it stands."""
+"""Incremental JSON scanning: the end of a value, and calls written as objects. Text is passed on unchanged."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 @dataclass(slots=True)
 class ValueScan:
-    """Finds the end of one JSON value. What is no JSON ends at a "<" outside of its strings, a marker's begin."""
+    """Finds the end of one JSON value. Invalid JSON ends at a "<" outside of strings, where a marker begins."""
 
     depth: int = 0
     in_string: bool = False
@@ -22,9 +22,9 @@ class ValueScan:
     done: bool = False
 
     def scan(self, text: str, at: int) -> int:
-        """Read `text` from `at` on; returns up to where it belongs to the value, and sets `done` at its end.
+        """Scan `text` from `at`; returns the end of the part that belongs to the value, and sets `done` at its end.
 
-        A number or word has no end of its own: `done` is set at the first character that cannot belong to it.
+        A number or word has no end marker: `done` is set at the first character that cannot belong to it.
         """
         size = len(text)
         while at < size and not self.done:
@@ -80,7 +80,7 @@ class ValueScan:
 
 @dataclass(slots=True)
 class ToolCallPiece:
-    """What reading an object gave: the name, once it is known, and more text of the arguments."""
+    """Output of `ObjectScan`: the name, once it is known, or more text of the arguments."""
 
     name: str | None = None
     arguments: str = ""
@@ -88,10 +88,14 @@ class ToolCallPiece:
 
 @dataclass(slots=True)
 class ObjectScan:
-    """Reads `{"name": ..., "arguments": {...}}` with its keys in any order, and passes the arguments on as they come.
+    """Scans `{"name": ..., "arguments": {...}}`, with its keys in any order, and streams the arguments.
 
-    Arguments may also be called parameters, and may be a string that holds JSON. `broken` says that the text is no such
-    object, `done` that its last bracket has come.
+    The arguments may also be named parameters, and may be a string that contains JSON.
+
+    name: the tool's name, once it is known.
+    call_id: the call's id, "" for none.
+    broken: the text is not such an object.
+    done: the object is complete.
     """
 
     name: str | None = None
@@ -106,7 +110,7 @@ class ObjectScan:
     _value: ValueScan = field(default_factory=ValueScan)
 
     def scan(self, text: str, at: int, out: list[ToolCallPiece]) -> int:
-        """Read `text` from `at` on and add what it gives to `out`; returns up to where it was read."""
+        """Scan `text` from `at` and append to `out`; returns where the scan stopped."""
         size = len(text)
         while at < size and not self.done and not self.broken:
             if self._state in ("key", "value"):
@@ -119,7 +123,7 @@ class ObjectScan:
         return at
 
     def _take_mark(self, mark: str) -> None:
-        """Take in a character between keys and values; on the way to a value it is the value's first one."""
+        """Consume a character between keys and values; before a value it is the value's first character."""
         match (self._state, mark):
             case ("open", "{"):
                 self._state = "first"
@@ -150,7 +154,7 @@ class ObjectScan:
         return end
 
     def _pass_on(self, piece: str, out: list[ToolCallPiece]) -> None:
-        """Arguments go on at once where the name is known, and wait for it otherwise."""
+        """Pass on arguments immediately if the name is known; hold them back otherwise."""
         if self.name is None:
             self._held += piece
         elif piece:
@@ -175,7 +179,7 @@ class ObjectScan:
 
 
 def plain_arguments(text: str) -> str:
-    """The JSON text of arguments that are no object as they stand: one in a string is taken out, null is none."""
+    """The JSON text of arguments that are not an object: a string is unquoted, null means no arguments."""
     try:
         value = loads_lenient(text)
     except (ValueError, RecursionError):
@@ -184,7 +188,7 @@ def plain_arguments(text: str) -> str:
 
 
 def _string(text: str) -> str | None:
-    """A JSON string's content, None for anything else."""
+    """The content of a JSON string, None for anything else."""
     try:
         value = loads_lenient(text)
     except (ValueError, RecursionError):

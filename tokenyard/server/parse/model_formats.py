@@ -1,4 +1,4 @@
-"""The formats of the families of models, most special first: the first whose marks stand in a template is taken."""
+"""The formats of the model families, most specific first: detection takes the first one that matches a template."""
 
 from tokenyard.server.parse.format import OutputFormat, Region, ToolCallShape
 
@@ -7,10 +7,10 @@ THINK_OPEN = (r"<think>\s*$", "reasoning")
 
 
 def _thinking(regions: dict[str, Region]) -> dict[str, Region]:
-    """Regions of calls, with reasoning between <think> and </think> before all else."""
+    """Add reasoning between <think> and </think>, before everything else, to regions of calls."""
     start = regions["start"]
     reasoning = {"</think>": "start"}
-    # Some models call a tool without ending their reasoning.
+    # Some models call a tool without closing their reasoning.
     calls = {marker: region for marker, region in start.edges.items() if marker.startswith("<")}
     return {
         **regions,

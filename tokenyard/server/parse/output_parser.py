@@ -1,7 +1,7 @@
 """The streaming parser of a model's text, driven by an `OutputFormat`.
 
-Any split of a text into pieces gives the same message: a decision depends on the text up to a point alone, never on
-where a piece ends. What may still become a marker, and white space that a call may follow, is held back.
+Any split of a text into pieces gives the same message: decisions depend only on the text up to a point, not on where a
+piece ends. Text that may still become a marker, and white space that may precede a call, is held back.
 """
 
 import json
@@ -30,7 +30,7 @@ CALL_KINDS = frozenset({"name", "id", "arguments", "objects", "pythonic", "key",
 
 
 class Searcher:
-    """Looks for the markers of a region. `first` finds characters that any of them begins with."""
+    """Searches for the markers of a region. `first` finds characters with which any of them begins."""
 
     def __init__(self, markers: tuple[str, ...]) -> None:
         firsts = "".join(sorted({re.escape(marker[0]) for marker in markers}))
@@ -40,7 +40,7 @@ class Searcher:
         self._longest = max(map(len, self.beginnings), default=0)
 
     def held_back(self, text: str) -> int:
-        """How many characters at the end of `text` may be the beginning of a marker."""
+        """The number of characters at the end of `text` that may begin a marker."""
         for size in range(min(self._longest, len(text)), 0, -1):
             if text[-size:] in self.beginnings:
                 return size
@@ -53,9 +53,10 @@ def _searcher(markers: tuple[str, ...]) -> Searcher:
 
 
 class OutputParser:
-    """Parses one answer. `tools` maps the name of each tool of the request to the schema of its parameters.
+    """Parses one answer: SGLang's `FunctionCallParser` and `ReasoningParser`, vLLM's tool and reasoning parsers.
 
-    Without `calls` tool calls stay text; without `reasoning` what the model thinks stays text, with its markers.
+    `tools` maps the name of each tool of the request to the schema of its parameters. Without `calls` tool calls stay
+    content; without `reasoning` reasoning stays content, with its markers.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class OutputParser:
 
     def feed(self, text: str) -> list[Event]:
         """Parse more text; returns the events that it completes."""
-        # Most pieces are plain text behind plain text, where nothing is held back and nothing begins.
+        # Most pieces are plain text after plain text: nothing is held back and nothing begins.
         kind = self._plain
         held = self._text or self._space or self._after_region
         if kind is not None and text and not held and text[-1] not in SPACE and not self._search.first.search(text):
@@ -101,7 +102,7 @@ class OutputParser:
         if self._open_call:
             self._cut_call()
         elif self._raw and self._region.kind in CALL_KINDS:
-            # A call without a name is no call: its text is not lost.
+            # A call without a name is not a call. Keep its text as content.
             self._treat_as_content()
         if self._space and not self._after_region and self._region.kind != "reasoning":
             self._events.append(ContentText(self._space))
@@ -116,7 +117,7 @@ class OutputParser:
     # ---- regions -----------------------------------------------------------------------------------------------
 
     def _work(self, *, final: bool) -> None:
-        """Read on until nothing changes any more."""
+        """Parse until no more progress is possible."""
         moved = True
         while moved:
             match self._region.kind:
@@ -132,7 +133,7 @@ class OutputParser:
                     moved = self._read_marked(final)
 
     def _enter(self, name: str, marker: str = "") -> None:
-        """Begin a region; calls that do not go on in it end."""
+        """Enter a region. A call that does not continue in it ends."""
         region = self._regions[name]
         inside = region.kind in ("arguments", "key", "value") or region.in_call
         if not inside:
@@ -156,7 +157,7 @@ class OutputParser:
             self._scan = ListScan()
 
     def _read_start(self, final: bool) -> bool:
-        """Only white space has come: what comes next decides."""
+        """Select the region by the first text that is not white space."""
         text = self._text.lstrip(SPACE)
         if not text:
             if final:
@@ -176,7 +177,7 @@ class OutputParser:
         return True
 
     def _read_marked(self, final: bool) -> bool:
-        """Text up to the next marker, of whatever kind the region is."""
+        """Parse text up to the next marker, in a region of any kind."""
         text, self._text = self._text, ""
         if self._search.first.search(text) is None:
             self._take(text)
@@ -193,7 +194,7 @@ class OutputParser:
         return False
 
     def _take(self, text: str) -> None:
-        """Text of the region, which no marker is part of."""
+        """Handle text of the region without markers."""
         if not text:
             return
         match self._region.kind:
@@ -208,7 +209,7 @@ class OutputParser:
                 self._raw += text
 
     def _leave(self, marker: str) -> None:
-        """A marker ends the region."""
+        """Leave the region at a marker."""
         target, captured = self._region.edges[marker], self._capture.strip()
         match self._region.kind:
             case "name":
@@ -236,7 +237,7 @@ class OutputParser:
         self._enter(target, marker)
 
     def _route(self, header: str, marker: str) -> None:
-        """Go where a header says; one that names a tool begins a call."""
+        """Enter the region that a header selects; a header with a tool's name begins a call."""
         for pattern, target in self._region.routes:
             match = re.search(pattern, header)
             if match is not None:
@@ -250,7 +251,7 @@ class OutputParser:
     # ---- text --------------------------------------------------------------------------------------------------
 
     def _content(self, text: str) -> None:
-        """Pass on content; white space next to other regions is not part of it."""
+        """Emit content without the white space next to other regions."""
         self._trimmed(text, ContentText)
 
     def _trimmed(self, text: str, kind: type[ContentText] | type[ReasoningText]) -> None:
@@ -278,7 +279,7 @@ class OutputParser:
             self._events.append(ToolCallArguments(self._calls - 1, text))
 
     def _end_call(self) -> None:
-        """Close the call that is open; one without arguments has none, which is `{}`."""
+        """End the open call; if it has no arguments, they are `{}`."""
         if not self._open_call:
             return
         if not self._in_json and self._argument_count:
@@ -289,7 +290,7 @@ class OutputParser:
         self._open_call = ""
 
     def _cut_call(self) -> None:
-        """The text ends within a call: a value that is not whole stays so."""
+        """End the text within a call: an incomplete value stays incomplete."""
         if self._region.kind in ("key", "value"):
             self._events.append(ToolCallEnd(self._calls - 1))
             self._open_call = ""
@@ -305,7 +306,7 @@ class OutputParser:
         self._value = ""
 
     def _raw_value(self, text: str) -> None:
-        """More of a value; a line break at either end is not part of it."""
+        """Handle more of a value. A line break at either end is not part of it."""
         self._value += text
         if not self._streams:
             return
@@ -326,7 +327,7 @@ class OutputParser:
     # ---- JSON --------------------------------------------------------------------------------------------------
 
     def _read_arguments(self, final: bool) -> bool:
-        """JSON that goes on as it stands. Once it is whole only the next marker counts."""
+        """Pass on JSON unchanged. Once it is complete only the next marker counts."""
         scan: ValueScan = self._scan
         if scan.done:
             return self._read_marked(final)
@@ -340,7 +341,7 @@ class OutputParser:
         return scan.done
 
     def _read_other_arguments(self, final: bool) -> bool:
-        """Arguments that are no object: all up to the next marker, and `{}` for null."""
+        """Parse arguments that are not an object: everything up to the next marker, and `{}` for null."""
         match = self._search.pattern.search(self._text)
         if match is None and not final:
             return False
@@ -351,7 +352,7 @@ class OutputParser:
         return match is not None
 
     def _read_objects(self, final: bool) -> bool:
-        """Calls as JSON objects, with whatever separates them."""
+        """Parse calls written as JSON objects, with their separators."""
         if self._scan is None:
             return self._read_between(final)
         scan: ObjectScan = self._scan
@@ -375,7 +376,7 @@ class OutputParser:
         return scan.done
 
     def _read_between(self, final: bool) -> bool:
-        """Between two objects: separators, the next object, a marker, or the end of all calls."""
+        """Parse between two objects: separators, the next object, a marker, or the end of all calls."""
         text = self._text.lstrip(SEPARATORS)
         match = self._search.pattern.match(text)
         if not self._count_in_region:
@@ -395,7 +396,7 @@ class OutputParser:
         return self._skip_rest() if self._count_in_region else self._treat_as_content()
 
     def _read_pythonic(self, final: bool) -> bool:
-        """A list of calls, read once it is whole."""
+        """Parse a list of calls, once it is complete."""
         scan: ListScan = self._scan
         if scan.done:
             return self._read_marked(final)
@@ -423,7 +424,7 @@ class OutputParser:
         return True
 
     def _treat_as_content(self) -> bool:
-        """What looked like a call is none: all of its text is content."""
+        """Emit the text of something that turned out not to be a call as content."""
         raw = self._dropped + self._raw
         self._after_region = False
         self._enter("content")
@@ -431,7 +432,7 @@ class OutputParser:
         return True
 
     def _skip_rest(self) -> bool:
-        """Text behind calls that belongs to none: dropped up to the region's end, or content where it has no end."""
+        """Handle other text after calls: drop it up to the region's end; if the region has no end, it is content."""
         self._end_call()
         if not self._region.edges:
             self._enter("content")
@@ -441,7 +442,7 @@ class OutputParser:
 
 
 def _named(captured: str, pattern: str) -> tuple[str, str]:
-    """(name, id) in the text where a name stands."""
+    """(name, id) in the text of a `name` region."""
     if not pattern:
         return captured, ""
     match = re.search(pattern, captured)
@@ -449,7 +450,7 @@ def _named(captured: str, pattern: str) -> tuple[str, str]:
 
 
 def _cut(form: OutputFormat, calls: bool, reasoning: bool) -> Mapping[str, Region]:
-    """The regions of a format without those that are not wanted."""
+    """The regions of a format, without those of calls or reasoning if they are disabled."""
     if calls and reasoning:
         return form.regions
     unwanted = {
@@ -461,7 +462,7 @@ def _cut(form: OutputFormat, calls: bool, reasoning: bool) -> Mapping[str, Regio
 
 
 def _without(region: Region, unwanted: set[str]) -> Region:
-    """A region that does not lead to unwanted ones."""
+    """A copy of a region without edges to unwanted ones."""
     return replace(
         region,
         edges={marker: target for marker, target in region.edges.items() if target not in unwanted},

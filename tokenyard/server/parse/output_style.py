@@ -1,4 +1,4 @@
-"""How the answers of a model are read: its format, and the reading of one request's answers."""
+"""The output format of a served model, and the parsing of one request's answers."""
 
 import logging
 import secrets
@@ -22,8 +22,8 @@ DROPS_TOOLS = "the chat template of this model shows no tools to it: it answers 
 
 
 class OutputStyle:
-    """What is known of how a model writes: from `name`, else the checkpoint's response_template, else the sources of
-    its chat templates.
+    """The output format of a model: from `name`, else the checkpoint's response_template, else the sources of its chat
+    templates.
 
     Raises ConfigError for an unknown name.
     """
@@ -45,11 +45,11 @@ class OutputStyle:
 
     @property
     def tool_call_format(self) -> OutputFormat:
-        """The format of tool calls, for models that know none the most common one."""
+        """The format of tool calls; the most common one for models without a format."""
         return self.form if self.form is not None and self.form.shape is not None else FALLBACK
 
     def roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with `system` in place of `developer` where the template does not know the latter."""
+        """Messages with `system` in place of `developer` if the template does not support the latter."""
         if self.supports_developer_role or not any(message.get("role") == "developer" for message in messages):
             return messages
         return [
@@ -65,10 +65,11 @@ class OutputStyle:
         forced: bool = False,
         parallel: bool = True,
     ) -> "ParserOptions | None":
-        """How answers to `prompt` are read; None where they are nothing but text.
+        """How answers to `prompt` are parsed; None for plain text.
 
-        tools: the functions that may be called (name, parameters). forced: a grammar sees to it that one is called.
-        parallel: whether calls behind the first one count.
+        tools: the functions that may be called (name, parameters).
+        forced: a grammar forces a call.
+        parallel: whether calls after the first one count.
         """
         form = self.form if self.form is not None or not tools else FALLBACK
         if forced:
@@ -82,7 +83,7 @@ class OutputStyle:
         return ParserOptions(form, prompt, schemas, reasoning, self.count_tokens, notes, parallel)
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens a piece of text has; 0 without a tokenizer."""
+        """The number of tokens of a text; 0 without a tokenizer."""
         if not text or self._tokenizer is None:
             return 0
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -90,7 +91,16 @@ class OutputStyle:
 
 @dataclass(slots=True)
 class ParserOptions:
-    """How the answers of one request are read. `notes` are for the client."""
+    """How the answers of one request are parsed.
+
+    form: the model's output format.
+    prompt: the rendered prompt; its end selects the first region.
+    tools: schema of the parameters by tool name.
+    reasoning: whether to separate reasoning from content.
+    count_tokens: counts the tokens of a text.
+    notes: warnings for the client.
+    parallel: whether calls after the first one count.
+    """
 
     form: OutputFormat
     prompt: str
@@ -124,7 +134,7 @@ class OutputReader:
         self._reading = reading
 
     def feed(self, text: str, *, last: bool = False) -> list[Event]:
-        """Take in more text, with `last` the end of the answer; returns what it completes. Each call has an id."""
+        """Parse more text, with `last` the end of the answer; returns the completed events. Each call has an id."""
         events = self._parser.feed(text) if text else []
         if last:
             events += self._parser.finish()
@@ -138,12 +148,12 @@ class OutputReader:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens the reasoning has."""
+        """The number of reasoning tokens."""
         return self._reading.count_tokens(self.message.reasoning)
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The special tokens of a tokenizer by their text."""
+    """Ids of a tokenizer's special tokens by their text."""
     if tokenizer is None:
         return {}
     added = tokenizer.get_added_tokens_decoder()
@@ -151,13 +161,13 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _markers_among(special: Mapping[str, int], form: OutputFormat | None) -> list[int]:
-    """Ids of special tokens that markers of a format consist of, which must stay in the text."""
+    """Ids of the special tokens in a format's markers, which must stay in the text."""
     markers = form.markers if form is not None else set()
     return sorted(token for text, token in special.items() if any(text in marker for marker in markers))
 
 
 def functions_of(tools: Sequence[Any], param: str = "tools") -> list[dict[str, Any]]:
-    """The functions in tools of OpenAI's shape. Raises InvalidRequestError, with its place, for one that is wrong."""
+    """The functions in OpenAI's `tools`. Raises InvalidRequestError, with its position, for an invalid one."""
     functions = []
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None

@@ -1,4 +1,4 @@
-"""Calls written as a Python list, `[name(key=value, ...), ...]`: read as literals, never run."""
+"""Calls written as a Python list, `[name(key=value, ...), ...]`: parsed as literals, never executed."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ MAX_CALL_CHARS = 200_000
 
 
 def read_calls(text: str) -> list[tuple[str, str]] | None:
-    """(name, arguments as JSON text) of each call; None for anything else than a list of calls with literals."""
+    """(name, arguments as JSON text) of each call; None for anything but a list of calls with literals."""
     if len(text) > MAX_CALL_CHARS:
         return None
     try:
@@ -29,7 +29,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
         if keyword.arg is None:
             raise ValueError("an argument without a name")
         arguments[keyword.arg] = _literal(keyword.value)
-    # A literal may name half a character, which no answer can hold.
+    # A literal may contain a lone surrogate, which UTF-8 cannot encode.
     return _name(node.func), json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
@@ -42,7 +42,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal; true, false and null count as well."""
+    """The value of a literal, including JSON's true, false and null."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
@@ -59,7 +59,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 class ListScan:
-    """Finds where the list ends, whatever strings in it hold."""
+    """Finds the end of the list, ignoring brackets in strings."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -68,7 +68,7 @@ class ListScan:
         self.done = False
 
     def scan(self, text: str, at: int) -> int:
-        """Read `text` from `at` on; returns up to where it belongs to the list, and sets `done` at its end."""
+        """Scan `text` from `at`; returns the end of the part that belongs to the list, and sets `done` at its end."""
         while at < len(text) and not self.done:
             char = text[at]
             at += 1

@@ -1,7 +1,7 @@
-"""Formats read off a checkpoint's own `response_template` (tokenizer_config.json, as transformers reads it).
+"""Formats from a checkpoint's `response_template` (in tokenizer_config.json, as transformers reads it).
 
-A template lists fields (content, thinking, tool_calls) with what opens and closes each. Templates whose markers are
-literals and whose calls are JSON become a format; of others the chat template's marks decide.
+A template lists fields (content, thinking, tool_calls) with the markers that open and close each. Templates whose
+markers are literals and whose calls are JSON become a format. For others the chat template decides.
 """
 
 import re
@@ -15,7 +15,7 @@ NAME, ARGUMENTS = "{content.name}", ("{content.arguments}", "{content.parameters
 
 
 def format_of(template: Any) -> OutputFormat | None:
-    """The format that a response_template describes, None where it says what a format cannot."""
+    """The format that a response_template describes, None if a format cannot express it."""
     fields = template.get("fields") if isinstance(template, Mapping) else None
     if not isinstance(fields, Mapping) or template.get("version", 1) != 1:
         return None
@@ -57,19 +57,19 @@ def format_of(template: Any) -> OutputFormat | None:
 
 
 def _literals(entry: Mapping[str, Any], name: str) -> list[str] | None:
-    """The literal markers of a field, [] for none, None where they are patterns."""
+    """The literal markers of a field, [] for none, None if they are patterns."""
     if f"{name}_pattern" in entry:
         return None
     value = entry.get(name, [])
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
         return None
-    # White space around markers is no part of them: it is cut from what they enclose.
+    # White space around markers is not part of them: the parser strips it from the enclosed text.
     return [stripped for item in values if (stripped := item.strip())]
 
 
 def _plain_calls(transform: Any) -> bool:
-    """Whether calls are JSON objects with a name and arguments (or parameters) as they stand."""
+    """Whether calls are plain JSON objects with a name and arguments (or parameters)."""
     function = transform.get("function", transform) if isinstance(transform, Mapping) else transform
     if function in (None, "{content}"):
         return True
@@ -79,7 +79,7 @@ def _plain_calls(transform: Any) -> bool:
 
 
 def _overlap(markers: Mapping[str, str]) -> bool:
-    """Whether a marker is the beginning of another."""
+    """Whether a marker is a prefix of another."""
     return any(one != other and other.startswith(one) for one in markers for other in markers)
 
 
