@@ -70,8 +70,8 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """The `logprobs` object of a text completion, as four parallel lists.
 
-    offset: where the first token's text begins. Below 0 for a token such as BOS that is not part of the text; its offset
-        is reported as 0.
+    offset: where the first token's text begins. Below 0 for a token such as BOS that is not part of the text; its
+        offset is reported as 0.
     first_token: the prompt's first token. It has no log-probability and gets null, as in OpenAI's API.
     """
     tokens: list[str] = []
