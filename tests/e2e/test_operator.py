@@ -123,7 +123,7 @@ def test_json_means_json_lines_only(tmp_path, monkeypatch):
     for words in (
         "TOKENYARD_LOG_FROMAT is no setting; did you mean TOKENYARD_LOG_FORMAT",
         "the policy is now lpm",
-        "requests are open and may go on for 30 s",
+        "open requests may run for 30 s more",
         "stopped, with exit status 0",
     ):
         assert words in told

@@ -192,7 +192,7 @@ def test_many_prompts_as_long_as_the_longest_are_the_longest():
     [
         ({"replicas": 0}, "--replicas"),
         ({"kv_pool_tokens": 3}, "does not hold one page"),
-        ({"router": "nearest"}, "no router policy"),
+        ({"router": "nearest"}, "unknown router policy"),
     ],
 )
 def test_setups_that_cannot_work_are_refused(change, complaint):
