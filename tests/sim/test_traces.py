@@ -526,7 +526,7 @@ def test_a_client_without_its_data_set_can_be_left_out(tmp_path):
         (tmp_path / f"{name}-trace.csv").write_text("0,0.05,1.0,Gamma,1.0,20.0\n")
     dataset = {"0": {"input_tokens": "{100: 1.0}", "output_tokens": "{20: 1.0}"}}
     (tmp_path / "chunk-0-dataset.json").write_text(json.dumps(dataset))
-    with pytest.raises(ConfigError, match=r"no dataset\.json beside it"):
+    with pytest.raises(ConfigError, match=r"no dataset\.json next to it"):
         read_trace(tmp_path, "servegen")
     workload = read_trace(tmp_path, "servegen", ReadOptions(skip_bad=True))
     assert len(workload) > 5

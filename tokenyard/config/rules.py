@@ -181,7 +181,7 @@ def _draft_rules(settings: DeclaredSettings) -> Rules:
         ),
         (
             not (standalone and settings.tp_size * settings.pp_size > 1),
-            "--speculative-algorithm STANDALONE drafts beside a whole model; drop --tp-size and --pp-size",
+            "--speculative-algorithm STANDALONE drafts for a whole model; drop --tp-size and --pp-size",
         ),
         (
             not (drafts and mock) or settings.mock_draft_acceptance is not None,

@@ -122,24 +122,24 @@ class DeclaredSettings(SharedSettings):
     dp_size: int = setting(
         1,
         "device",
-        "schedulers side by side behind one server, each with a copy of the model and a prefix cache of its own; "
-        "limits, KV tokens and CPU threads are for all of them together",
+        "data-parallel ranks: schedulers behind one server, each with its own copy of the model and prefix cache; "
+        "limits, KV tokens and CPU threads are for all ranks together",
         NumberRange(1, MAX_RANKS),
         aliases=("--data-parallel-size",),
     )
     tp_size: int = setting(
         1,
         "device",
-        "processes among which every layer of the model is divided, each on a device of its own; on a CPU that tests "
-        "exactness and is slower",
+        "tensor-parallel ranks: processes that divide every layer of the model, each on its own device; on a CPU this "
+        "tests exactness and is slower",
         NumberRange(1, MAX_RANKS),
         aliases=("--tensor-parallel-size", "--tp"),
     )
     pp_size: int = setting(
         1,
         "device",
-        "stages of the model, each some of its layers in a process and on a device of its own; on a CPU that tests "
-        "exactness and is slower",
+        "pipeline stages: processes with some of the layers each, on their own devices; on a CPU this tests exactness "
+        "and is slower",
         NumberRange(1, MAX_RANKS),
         aliases=("--pipeline-parallel-size", "--pp"),
     )

@@ -94,7 +94,7 @@ class Connection:
         message = decode_opening(body)
         if isinstance(message, Pull):
             if self.name or self.handshake.hello is not None:
-                raise HandshakeError("pages are asked for through a connection of their own")
+                raise HandshakeError("pages need their own connection")
             self.pull = message
             return
         try:

@@ -24,7 +24,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 _NOT_PLAIN = {
     "use_dora": "is a DoRA adapter, which changes the size of the weights as well",
     "use_qalora": "is a QALoRA adapter",
-    "lora_bias": "adds biases of its own (lora_bias)",
+    "lora_bias": "adds its own biases (lora_bias)",
     "modules_to_save": "replaces whole modules of the model (modules_to_save)",
     "layer_replication": "repeats layers of the model (layer_replication)",
     "trainable_token_indices": "changes single embeddings (trainable_token_indices)",

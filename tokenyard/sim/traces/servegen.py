@@ -110,7 +110,7 @@ def _read_clients(path: Path, skip_bad: bool) -> tuple[list[Client], list[str]]:
         try:
             dataset = datasets.get(name.replace("-trace.csv", "-dataset.json"))
             if dataset is None:
-                raise ConfigError(f"{path.name}: {name} has no dataset.json beside it")
+                raise ConfigError(f"{path.name}: {name} has no dataset.json next to it")
             clients.append(Client(name, _windows(raw, name), _lengths(dataset, name)))
         except ConfigError as error:
             if not skip_bad:
