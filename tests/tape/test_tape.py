@@ -355,19 +355,24 @@ def with_header(data, change):
     return magic + struct.pack("<I", len(body)) + body + data[begin + size :]
 
 
-def as_version_1(data):
-    """A tape as version 1 wrote it: each `Cancel` carries an HTTP status."""
+def as_version(data, version, change):
+    """A tape as an older version wrote it: `change` gets the class and the fields of each record."""
     begin = data.index(b"\n") + 1
     place = begin + 4 + struct.unpack_from("<I", data, begin)[0]
-    parts = [b"tokenyard tape 1\n", data[begin:place]]
+    parts = [b"tokenyard tape %d\n" % version, data[begin:place]]
     while place < len(data):
         length, kind, now = struct.unpack_from("<IBq", data, place)
-        body = data[place + 13 : place + 13 + length]
+        fields = msgspec.msgpack.decode(data[place + 13 : place + 13 + length])
         place += 13 + length
-        if KINDS[kind] is Cancel:
-            body = msgspec.msgpack.encode(msgspec.msgpack.decode(body) | {"status": 499})
+        change(KINDS[kind], fields)
+        body = msgspec.msgpack.encode(fields)
         parts += [struct.pack("<IBq", len(body), kind, now), body]
     return b"".join(parts)
+
+
+def as_version_1(data):
+    """A tape as version 1 wrote it: each `Cancel` carries an HTTP status."""
+    return as_version(data, 1, lambda kind, fields: fields.update(status=499) if kind is Cancel else None)
 
 
 def test_a_tape_of_version_1_replays():
@@ -405,21 +410,14 @@ def test_sessions_and_weights_stand_on_the_tape_and_change_no_plan():
 
 
 def as_version_7(data):
-    """A tape as version 7 wrote it: requests know of no session, no turn and no age."""
-    begin = data.index(b"\n") + 1
-    place = begin + 4 + struct.unpack_from("<I", data, begin)[0]
-    parts = [b"tokenyard tape 7\n", data[begin:place]]
-    while place < len(data):
-        length, kind, now = struct.unpack_from("<IBq", data, place)
-        body = data[place + 13 : place + 13 + length]
-        place += 13 + length
-        if KINDS[kind] is Submit:
-            fields = msgspec.msgpack.decode(body)
+    """A tape as version 7 wrote it: requests have no session, no turn and no age."""
+
+    def change(kind, fields):
+        if kind is Submit:
             for name in ("session", "turn", "age_ns"):
                 del fields["request"][name]
-            body = msgspec.msgpack.encode(fields)
-        parts += [struct.pack("<IBq", len(body), kind, now), body]
-    return b"".join(parts)
+
+    return as_version(data, 7, change)
 
 
 def test_a_tape_of_version_7_replays():
