@@ -64,7 +64,7 @@ def small_pool(seconds):
 
 
 SCENES = {
-    "an interactive class beside a batch flood": (
+    "an interactive class next to a batch flood": (
         batch_flood,
         {
             "fcfs": [],

@@ -66,7 +66,7 @@ class LocalApi:
     @asynccontextmanager
     async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[lang.HttpAnswer]:
         """Send a request; the pieces of its answer may arrive as they are produced. Leaving early cancels it."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
+        loop, messages = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
         request = {"type": "http.request", "body": b"" if body is None else orjson.dumps(body), "more_body": False}
         unread = [request]
 
@@ -78,19 +78,19 @@ class LocalApi:
             raise AssertionError
 
         async def send(message: Any) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, message)
+            loop.call_soon_threadsafe(messages.put_nowait, message)
 
         def end(_: "Future[None]") -> None:
-            loop.call_soon_threadsafe(news.put_nowait, None)
+            loop.call_soon_threadsafe(messages.put_nowait, None)
 
         work = self._llm.run(self._serve(method, path, receive, send))
         work.add_done_callback(end)
         try:
-            head = await news.get()
+            head = await messages.get()
             if head is None:
                 work.result()
                 raise AssertionError("the server gave no answer")
-            yield lang.HttpAnswer(head["status"], _pieces(news, work))
+            yield lang.HttpAnswer(head["status"], _pieces(messages, work))
         finally:
             work.cancel()
 
@@ -111,9 +111,9 @@ class LocalApi:
         await self._app(scope, receive, send)
 
 
-async def _pieces(news: "asyncio.Queue[dict[str, Any] | None]", work: "Future[None]") -> AsyncIterator[bytes]:
+async def _pieces(messages: "asyncio.Queue[dict[str, Any] | None]", work: "Future[None]") -> AsyncIterator[bytes]:
     """The pieces of a body. Raises the server's error if it failed."""
-    while (message := await news.get()) is not None:
+    while (message := await messages.get()) is not None:
         if message.get("body"):
             yield message["body"]
         if not message.get("more_body"):

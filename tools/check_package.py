@@ -2,7 +2,7 @@
 
 python tools/check_package.py [--empty]
 
-The wheel goes into an environment of its own, which borrows the packages that it depends on from this one; with
+The wheel goes into its own environment, which borrows the packages that it depends on from this one; with
 --empty it installs those as well, as a user would. Needs the package `build`.
 """
 

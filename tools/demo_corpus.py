@@ -1,6 +1,6 @@
 """Reads the story corpus and turns stories into training samples for the demo model.
 
-A sample is a piece of text with role markers. Each story is told in one of two ways, chosen anew in every
+A sample is a piece of text with role markers. Each story is told in one of two ways, chosen again in every
 epoch: as a plain document, or as the answer to a chat request that is made up from the story itself. Names and
 animals are exchanged at random, so that the model learns to keep to a name instead of learning stories by heart.
 """

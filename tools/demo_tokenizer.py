@@ -46,7 +46,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     """Return the id of a special token; raises ValueError if the tokenizer has no such token."""
     found: int | None = tokenizer.token_to_id(token)
     if found is None:
-        raise ValueError(f"the tokenizer has no token {token}: train it anew with --new-tokenizer")
+        raise ValueError(f"the tokenizer has no token {token}: train it again with --new-tokenizer")
     return found
 
 

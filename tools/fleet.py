@@ -1,6 +1,6 @@
 """Engines and a router in front of them, in one go: `python tools/fleet.py [ENGINES] [ROUTER FLAGS]`.
 
-Each engine serves the demo model on a port of its own; the router listens on 30000 unless --port says otherwise. Ctrl-C
+Each engine serves the demo model on its own port; the router listens on 30000 unless --port says otherwise. Ctrl-C
 ends everything. An engine that is killed is started again, so that one can watch the router do without it meanwhile.
 """
 
@@ -17,7 +17,7 @@ TOKENYARD = (sys.executable, "-m", "tokenyard")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on just now."""
+    """Ports that are free now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -26,7 +26,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def start_engine(port: int) -> subprocess.Popen[bytes]:
-    """An engine with the demo model; it gets no Ctrl-C of its own, so that the router can end first."""
+    """An engine with the demo model; it does not receive Ctrl-C, so that the router can end first."""
     command = [*TOKENYARD, "serve", "--port", str(port), "--log-level", "warning"]
     return subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 

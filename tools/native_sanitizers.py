@@ -33,7 +33,7 @@ def main() -> int:
         environment = {
             **os.environ,
             "LD_PRELOAD": " ".join(preloaded(name) for name in libraries),
-            # Python itself leaves memory behind at its end, and what it loads has races of its own.
+            # Python does not free all memory at exit, and the libraries it loads have races.
             "ASAN_OPTIONS": "detect_leaks=0",
             "TSAN_OPTIONS": f"suppressions={suppressions(Path(folder))} ignore_noninstrumented_modules=1",
             "OMP_NUM_THREADS": "1",

@@ -110,9 +110,12 @@ class AdmittedRequests:
 class Explanation:
     """Where the time of one request went, and which requests it waited for.
 
-    stage: where it is now; "ended" when it has ended. earlier, later: the requests that started while it waited for its
-    first place, those that arrived before it and those that overtook it. complete: whether these lists reach back to
-    its arrival; they are kept for a limited number of starts.
+    stage: where it is now; "ended" when it has ended.
+    earlier: the requests that arrived before it and started while it waited for its first place.
+    later: those that arrived after it and overtook it.
+    complete: whether `earlier` and `later` reach back to its arrival; they are kept for a limited number of starts.
+    reason: why it ended, "" while it has not.
+    message: the error it ended with, "" for none.
     """
 
     number: int

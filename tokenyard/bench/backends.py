@@ -11,7 +11,14 @@ from tokenyard.bench.datasets import DatasetRow
 
 @dataclass(slots=True)
 class RequestFuncOutput:
-    """The answer so far. Times are seconds since sending; a gap is the mean over the tokens of one event."""
+    """The answer so far. Times are seconds since sending.
+
+    sent_s: when it was sent, since the start of the run.
+    late_s: how much later than planned.
+    gaps_s: seconds between tokens; of an event with several tokens their mean, once per token.
+    arrivals: (time, tokens) of each event.
+    error: why it failed, "" if it did not.
+    """
 
     service_class: str = ""
     sent_s: float = 0.0

@@ -133,8 +133,8 @@ def run_goodput(args: argparse.Namespace) -> int:
     _write(args, found, curves, rate)
     if not args.quiet:
         setup = named_setup(args, workload, args.names[0])
-        told = f"{workload.name} on {setup.replicas} x {setup.profile.name}"
-        print(f"{told} (cost model error: {trust(setup.profile.error)}); SLO: {slo_text(setup.slo)}")
+        title = f"{workload.name} on {setup.replicas} x {setup.profile.name}"
+        print(f"{title} (cost model error: {trust(setup.profile.error)}); SLO: {slo_text(setup.slo)}")
         Console().print(_table(found, rate))
         if warning := next(iter(points_of(curves)))["warning"]:
             print_warning(Console(), warning)

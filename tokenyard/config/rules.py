@@ -219,7 +219,7 @@ def _request_rules(settings: DeclaredSettings) -> Rules:
         ),
         (
             all(keys) and len({*keys}) == len(keys),
-            "tenant-keys: every tenant needs a key of its own",
+            "tenant-keys: give every tenant its own key",
         ),
         (
             not keys or bool(settings.api_key or settings.admin_api_key),

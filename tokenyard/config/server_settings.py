@@ -251,7 +251,7 @@ class DeclaredSettings(SharedSettings):
     mock_draft_acceptance: float | None = setting(
         None,
         "device",
-        "share of the mock executor's drafts that are right, which speculative decoding has to be told there",
+        "share of the mock executor's drafts that are right, for speculative decoding with it",
         NumberRange(0.0, 1.0),
     )
 

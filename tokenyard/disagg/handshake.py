@@ -86,7 +86,13 @@ _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """What this engine presents in a handshake; all engines share `secret`."""
+    """What this engine presents in a handshake.
+
+    hello: its first message.
+    pages: where its KV pages lie.
+    secret: the secret that all engines share.
+    probe: a random number in its memory, which the other side tries to read.
+    """
 
     hello: Hello
     pages: PageMap

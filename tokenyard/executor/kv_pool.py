@@ -136,15 +136,15 @@ def choose_num_pages(
     mem_fraction_static: float,
     sharing: int = 1,
     window_ratio: float = 0.0,
-    beside: int = 0,
+    draft_bytes_per_token: int = 0,
 ) -> int:
     """Return how many usable pages the pool gets.
 
     `max_total_tokens` decides where given. Else a CUDA device gives what is free now, with the weights loaded, less
     the share `1 - mem_fraction_static` of all its memory, which is left to activations (SGLang's rule); a CPU gives a
     modest fixed amount. Of either, `sharing` processes on the same device get equal parts. window_ratio: the layers
-    with a window keep only this part of the tokens, 0 for all. beside: bytes per token of a second pool with as many
-    pages, such as the draft model's.
+    with a window keep only this part of the tokens, 0 for all. draft_bytes_per_token: of a pool with as many pages,
+    such as the draft model's.
 
     Raises ConfigError if not even one page fits.
     """
@@ -152,7 +152,7 @@ def choose_num_pages(
     if window_ratio and any(config.windows):
         local = per_token * window_layers(config) // config.num_layers
         per_token = max(per_token - local + int(local * window_ratio), 1)
-    per_token += beside
+    per_token += draft_bytes_per_token
     if max_total_tokens is None:
         max_total_tokens = _default_tokens(per_token, device, mem_fraction_static, sharing)
     num_pages = max_total_tokens // page_size

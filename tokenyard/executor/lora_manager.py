@@ -40,8 +40,8 @@ SPLIT_MIN_TOKENS = 64
 class _Run:
     """Tokens that get the change of slots `first .. last - 1` in one product.
 
-    tokens: int64[m], None for all of the step. others: bool[m, slots, 1, 1], True where a token is not of that slot;
-    None where all tokens are of the one slot.
+    tokens: int64[m], None for all of the step.
+    others: bool[m, slots, 1, 1], True where a token is not of that slot; None where all tokens are of the one slot.
     """
 
     first: int

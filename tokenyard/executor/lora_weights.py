@@ -30,7 +30,12 @@ Shapes = dict[str, tuple[int, int]]
 
 @dataclass(slots=True)
 class LoraMatrices:
-    """One projection's change, `scale * b @ a`. a: [rank, inputs]; b: [outputs, rank]; both as the file has them."""
+    """One projection's change, `scale * b @ a`, both matrices as the file has them.
+
+    a: [rank, inputs].
+    b: [outputs, rank].
+    scale: from the adapter's config.
+    """
 
     a: torch.Tensor
     b: torch.Tensor

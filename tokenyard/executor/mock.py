@@ -297,7 +297,7 @@ def load_executor(
 ) -> MockExecutor:
     """Make a mock from plain options.
 
-    Step times come from the cost profile "device/model", or are `step_ms` each (10 unless told). What is not given is
+    Step times come from the cost profile "device/model", or are `step_ms` each (10 by default). What is not given is
     read from config.json in the folder `model_path` if there is one, else 32000 tokens of vocabulary with eos 2 and a
     context of 4096. `check_kv` costs milliseconds a step with many rows: it is for tests. Raises ConfigError for sizes
     that leave no page or no token.
@@ -349,7 +349,7 @@ def _model_config(folder: Path) -> _ModelConfig:
 
 
 def _cost(profile: str, step_ms: float | None) -> tuple[CostModel, int]:
-    """Return the cost model and how many tokens the pool holds unless told."""
+    """Return the cost model and how many tokens the pool holds by default."""
     if step_ms is not None and not step_ms >= 0.0:
         raise ConfigError(f"step_ms is {step_ms}; it must be at least 0")
     if not profile or step_ms is not None:

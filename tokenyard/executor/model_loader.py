@@ -135,7 +135,7 @@ def load_executor(
     ratio = given.swa_full_tokens_ratio if parted else 0.0
     num_pages = choose_num_pages(
         config,
-        beside=0 if drafts_from is None else kv_bytes_per_token(drafts_from, kind),
+        draft_bytes_per_token=0 if drafts_from is None else kv_bytes_per_token(drafts_from, kind),
         page_size=given.page_size,
         dtype=kind,
         device=target,
@@ -422,7 +422,7 @@ def _make_pool(
 ) -> KvPool:
     try:
         return KvPool(config, info.num_pages, info.page_size, device, dtype, info.windows, memory=memory)
-    except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no error of their own for it
+    except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no special error for it
         tokens = info.num_pages * info.page_size
         raise ConfigError(
             f"a KV pool of {tokens} tokens takes {tokens * info.kv_bytes_per_token / 2**30:.1f} GiB, more than {device}"

@@ -46,11 +46,11 @@ class Endpoint:
                 data = line.decode().strip().removeprefix("data: ")
                 if not data or data == "[DONE]":
                     continue
-                news = json.loads(data)
-                if "error" in news:
-                    raise EndpointError(_message(news))
-                yield StreamPiece(news["text"][len(shown) :], news["meta_info"])
-                shown = news["text"]
+                event = json.loads(data)
+                if "error" in event:
+                    raise EndpointError(_message(event))
+                yield StreamPiece(event["text"][len(shown) :], event["meta_info"])
+                shown = event["text"]
 
     async def cache_prefix(self, prompt: ProgramPrompt) -> None:
         """Prefill a prompt into the prefix cache."""

@@ -51,8 +51,8 @@ class EngineDeployment:
         url = self._url + request.url.path + (f"?{request.url.query}" if request.url.query else "")
         body = await request.body()
         answer = await self._client().request(request.method, url, headers=headers, data=body, allow_redirects=False)
-        told = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
-        return StreamingResponse(_pieces(answer), answer.status, told)
+        headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
+        return StreamingResponse(_pieces(answer), answer.status, headers)
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """For handles: stream the response to a POST. Raises RuntimeError with the server's message if it fails."""

@@ -69,11 +69,11 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
 
     def _state(self, replica: RunningReplica) -> TargetLoad:
         """The load that this router sent to a replica, or the engine's last report if higher."""
-        state, told = copy.copy(self._target(replica.replica_id)), replica.routing_stats
-        if told.get("queued_tokens"):
-            self._speed.token_s = told["queued_s"] / told["queued_tokens"]
-        state.requests = max(state.requests, int(told.get("requests", 0)))
-        state.prefill_tokens = max(state.prefill_tokens, told.get("queued_tokens", 0.0))
+        state, stats = copy.copy(self._target(replica.replica_id)), replica.routing_stats
+        if stats.get("queued_tokens"):
+            self._speed.token_s = stats["queued_s"] / stats["queued_tokens"]
+        state.requests = max(state.requests, int(stats.get("requests", 0)))
+        state.prefill_tokens = max(state.prefill_tokens, stats.get("queued_tokens", 0.0))
         return state
 
 

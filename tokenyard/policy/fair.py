@@ -155,7 +155,7 @@ class VirtualTokenCounter(TenantService):
 
     @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """Here a started prefill precedes only the newcomers of its own tenant."""
+        """Here a started prefill precedes only the newcomers of its tenant."""
         return self._by_service(views, np.concatenate((views.prefilling, views.waiting)))
 
     @override

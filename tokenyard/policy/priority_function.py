@@ -19,7 +19,12 @@ MAX_BOOST = 10**6
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a priority function sees of a request. Times in seconds; tokens of prompt and of the longest answer."""
+    """What a priority function sees of a request.
+
+    prompt_tokens: tokens of its prompt.
+    max_new_tokens: tokens of its longest possible answer.
+    waited_s: seconds since its arrival.
+    """
 
     priority: int | None
     tenant: str
@@ -31,8 +36,12 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class SystemView:
-    """What a priority function sees of the system. kv_free: free share of the KV pool. attainment: per service class,
-    the share of recent requests that met their targets.
+    """What a priority function sees of the system.
+
+    waiting: number of waiting requests.
+    running: number of running requests.
+    kv_free: free share of the KV pool.
+    attainment: per service class, the share of recent requests that met their targets.
     """
 
     waiting: int

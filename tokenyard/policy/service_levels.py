@@ -55,8 +55,8 @@ class Turn:
 class DeficitRoundRobin:
     """What each level may still take, in prefill tokens.
 
-    deficit: per shared level, what it may take before the turn passes to the others; debts are negative. strict_credit:
-    what the strict level may take ahead of the others; it grows with what they take.
+    deficit: per shared level, what it may take before the turn passes to the others; debts are negative.
+    strict_credit: what the strict level may take ahead of the others; it grows with what they take.
     """
 
     weights: tuple[int, ...]

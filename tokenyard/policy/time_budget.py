@@ -64,8 +64,12 @@ class TimeBudget(StepBudget):
 
 @dataclass(slots=True)
 class StepTimes:
-    """How long the next step may take. limit_s: the whole step. target_s: the limit without slack. base_s: the time of
-    its decodes alone.
+    """How long the next step may take, in seconds.
+
+    limit_s: the whole step.
+    target_s: the limit without slack.
+    base_s: the time of its decodes alone.
+    decoding: whether it has decodes.
     """
 
     limit_s: float

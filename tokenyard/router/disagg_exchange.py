@@ -71,13 +71,13 @@ def rank_fields(prefill: Target, decode: Target) -> tuple[dict[str, int], dict[s
     `disagg_prefill_dp_rank`.
     """
     first, second = prefill.rank, decode.rank
-    told: dict[str, int] = {}
+    rank_fields: dict[str, int] = {}
     asked = {} if first is None else {"data_parallel_rank": first, "routed_dp_rank": first}
     if second is not None:
-        told = {"data_parallel_rank": second, "routed_dp_rank": second, "data_parallel_rank_decode": second}
+        rank_fields = {"data_parallel_rank": second, "routed_dp_rank": second, "data_parallel_rank_decode": second}
     if first is not None:
-        told |= {"data_parallel_rank": first, "disagg_prefill_dp_rank": first}
-    return asked, told
+        rank_fields |= {"data_parallel_rank": first, "disagg_prefill_dp_rank": first}
+    return asked, rank_fields
 
 
 def batch_size(fields: Mapping[str, Any]) -> int | None:

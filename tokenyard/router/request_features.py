@@ -35,7 +35,7 @@ PRIORITY_WORDS = {"low": -1, "flex": -1, "normal": 0, "default": 0, "auto": 0, "
 MAX_PRIORITY = 1 << 31
 
 Tokenize = Callable[[Mapping[str, Any]], Int32Array | None]
-"""The token ids of a request's prompt, None where it has none that can be told."""
+"""The token ids of a request's prompt, None where they are unknown."""
 
 
 @dataclass(slots=True)

@@ -40,7 +40,10 @@ class ResponseReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerUrl:
-    """The URL of a worker. path: prefix of every path, "" or like "/llm"."""
+    """The URL of a worker.
+
+    path: prefix of every path, "" or like "/llm".
+    """
 
     scheme: str
     host: str

@@ -77,7 +77,7 @@ class RankBalancer:
     """Tracks the load of each rank (`routing.load`) and the prefixes that its cache should hold.
 
     The load and the learnt speed of a rank outlive its process; its cache does not (see `lost`). With priority
-    scheduling, a request counts only the requests that it does not overtake: those of its own level and above. The
+    scheduling, a request counts only the requests that it does not overtake: those of its level and above. The
     fewest requests of any level break ties.
 
     ranks: number of ranks.

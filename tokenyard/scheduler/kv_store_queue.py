@@ -28,8 +28,13 @@ _MAX_ATTEMPTS = 4
 
 @dataclass(slots=True)
 class SwappedPrefix:
-    """The first `tokens` tokens (`key`) of a retracted request; `attempts`: how often the tree was searched for
-    them."""
+    """The first tokens of a retracted request.
+
+    key: its tokens.
+    tokens: how many.
+    namespace: of its KV: salt and adapter.
+    attempts: how often the tree was searched for it.
+    """
 
     key: bytes
     tokens: int

@@ -39,8 +39,14 @@ COLUMNS = (
 
 
 class RequestArrived(msgspec.Struct, array_like=True, frozen=True):
-    """A request arrived. blocks: int64, a chained checksum for each whole block of `LOOKAHEAD_BLOCK_TOKENS` prompt
-    tokens, so that prompts share a prefix as far as these agree. deadline_ns, ttft_ns and tpot_ns are 0 if it has none.
+    """A request arrived. Times are in ns.
+
+    answers: how many answers it wants.
+    deadline_ns: 0 for none.
+    ttft_ns: its target for the first token, 0 for none.
+    tpot_ns: its target per output token, 0 for none.
+    blocks: int64, a chained checksum for each whole block of `LOOKAHEAD_BLOCK_TOKENS` prompt tokens; prompts share a
+        prefix as far as these agree.
     """
 
     number: int
@@ -91,9 +97,13 @@ class RequestEnded(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LookaheadState(msgspec.Struct, array_like=True, frozen=True):
-    """The scheduler at `now`. rows: the int64[n] columns of `COLUMNS` for all that run, and at most `MAX_WAITING` of
-    those that wait and are not held back; plans in flight count as done. cached_tokens: KV in the tree that no request
-    holds. new_token_ratio: the headroom's ratio, 0 if it has none. terms: the terms of the cost model.
+    """The scheduler at `now`; plans in flight count as done.
+
+    rows: the int64[n] columns of `COLUMNS` for all that run, and at most `MAX_WAITING` of those that wait and are not
+        held back.
+    cached_tokens: KV in the tree that no request holds, in tokens.
+    new_token_ratio: the headroom's ratio, 0 if it has none.
+    terms: the terms of the cost model.
     """
 
     now: int

@@ -26,7 +26,18 @@ Phase = Literal["loading", "ready", "draining"]
 
 @dataclass(slots=True)
 class ServerOptions:
-    """Options of the HTTP server, which the command line fills from its settings."""
+    """Options of the HTTP server, which the command line fills from its settings; the fields without a line are
+    settings of the same name (`config/server_settings.py`).
+
+    model_name: the name under which the model is served.
+    tenant_keys: API key -> tenant.
+    max_prompts: most prompts of one request.
+    lora_dirs: folders that adapters may be loaded from.
+    default_sampling: sampling parameters of requests that do not set them.
+    class_targets: service class -> targets.
+    policies: names of the policies that may be chosen.
+    info: what `/get_server_info` reports.
+    """
 
     model_name: str = "model"
     api_key: str = ""

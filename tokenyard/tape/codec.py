@@ -63,7 +63,10 @@ _PLAN_HEAD = struct.Struct("<qqqq?")
 
 
 class Planned(msgspec.Struct, array_like=True, frozen=True):
-    """`plan` was called. The digest is empty if it raised, all other fields too if there was nothing to do."""
+    """`plan` was called. All fields but the digest are empty if there was nothing to do.
+
+    digest: of the plan's bytes; empty if the call raised.
+    """
 
     digest: bytes = b""
     step: int = -1
@@ -156,9 +159,11 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a tape. written_by: the version of Tokenyard. anonymized: whether ids and names are anonymized.
+    """The header of a tape.
 
-    `origin` is anonymized like everything else.
+    origin: what the scheduler starts from, anonymized like everything else.
+    written_by: the version of Tokenyard.
+    anonymized: whether ids and names are anonymized.
     """
 
     origin: Origin

@@ -173,7 +173,7 @@ const Yard = (() => {
     fit();
     return made;
   }
-  /* Curves of a report have points of their own; the legend shows the nearest one. */
+  /* Curves of a report have different points; the legend shows the nearest one. */
   function nearest(values, place) {
     for (let step = 0; step < 400; step++) {
       for (const at of [place - step, place + step]) if (values[at] !== null && values[at] !== undefined) return values[at];

@@ -37,7 +37,12 @@ MAX_ID_BYTES = 1 << 16
 
 
 class PausedAnswer(msgspec.Struct):
-    """One answer of a paused request: its output tokens (int32 as bytes), of which the client has the first `shown`."""
+    """One answer of a paused request.
+
+    index: its index among the answers of the request.
+    output: its output tokens, int32 as bytes.
+    shown: how many of them the client has.
+    """
 
     index: int
     output: bytes
@@ -45,9 +50,11 @@ class PausedAnswer(msgspec.Struct):
 
 
 class PausedRequest(msgspec.Struct):
-    """A paused request as its record has it. `model` is the digest of the weights that computed its answers.
+    """A paused request as its record has it; the fields without a line are those of `Request`.
 
-    `prompt` is int32 as bytes; `lora` is name and digest of its adapter, as in `Request`.
+    model: the digest of the weights that computed its answers.
+    prompt: int32 as bytes.
+    lora: name and digest of its adapter.
     """
 
     rid: str

@@ -51,12 +51,14 @@ class RpcReply(msgspec.Struct):
 
 
 class Heartbeat(msgspec.Struct):
-    """Liveness of a process, sent about every half second. In a scheduler process a separate thread sends it. In one of
-    the detokenizer only `sent_ns` has a meaning.
+    """Liveness of a process, sent about every half second; in a scheduler process by a separate thread.
 
-    `doing` is "idle" (waiting for messages), "step" (waiting for the device), "policy" or "priority function" (running
-    user code) or "host" (everything else); `doing_ns` says for how long, so that a loop that hangs on the host
-    shows as a growing "host". `counters` are the scheduler's, as they were a moment ago.
+    sent_ns: when it was sent, by the monotonic clock. The detokenizer sets only this field.
+    doing: "idle" (waiting for messages), "step" (waiting for the device), "policy" or "priority function" (running user
+        code), or "host" (everything else).
+    doing_ns: for how long, so that a loop that hangs on the host shows as a growing "host".
+    steps: steps launched so far.
+    counters: the scheduler's counters at its last refresh.
     """
 
     sent_ns: int
@@ -69,8 +71,14 @@ class Heartbeat(msgspec.Struct):
 class TextBatch(msgspec.Struct, array_like=True):
     """The output of one step for the API process, in columns with one entry per answer with new output.
 
-    numbers: int64[n]; texts: n pieces; token_counts: int32[n], how many of `tokens` (int32[sum]) are each one's;
-    completion_tokens, cached_tokens: int32[n] totals so far. `finished` may name answers without an entry.
+    numbers: int64[n], the answers.
+    texts: n pieces of text.
+    token_counts: int32[n], how many of `tokens` belong to each answer.
+    tokens: int32[sum], new output tokens.
+    completion_tokens: int32[n], output tokens so far.
+    cached_tokens: int32[n], cached prompt tokens.
+    finished: the answers that ended; some may have no entry in the columns.
+    logprobs: log-probabilities of the new tokens.
     """
 
     numbers: Int64Array
@@ -98,8 +106,10 @@ class Fence(msgspec.Struct):
 class Fenced(msgspec.Struct):
     """No more output of the scheduler `source` follows.
 
-    numbers: int64[n], those answers of the `Fence` that have begun; token_counts: int32[n], how many of `tokens`
-    (int32[sum]) are each one's: all output tokens that the text side has received.
+    source: the number of the scheduler process.
+    numbers: int64[n], those answers of the `Fence` that have begun.
+    token_counts: int32[n], how many of `tokens` belong to each answer.
+    tokens: int32[sum], all output tokens of these answers that the detokenizer has received.
     """
 
     source: int

@@ -136,7 +136,7 @@ class MatmulAttention:
         return scores.div_(cap).tanh_().mul_(cap) if cap else scores
 
     def _softmax(self, layer: int, scores: torch.Tensor, by_head: tuple[int, int, int, int]) -> torch.Tensor:
-        """Softmax over the last of four dimensions, in float32; `by_head` is the shape of sinks beside the others."""
+        """Softmax over the last of four dimensions, in float32; `by_head` is the shape to which sinks are viewed."""
         if not self._spec.sinks:
             return torch.softmax(scores, dim=-1, dtype=torch.float32)
         sinks = self._spec.sinks[layer].view(by_head).expand(*scores.shape[:-1], 1)

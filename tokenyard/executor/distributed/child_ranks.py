@@ -28,7 +28,7 @@ START_TIMEOUT_S = 1800.0
 
 END_TIMEOUT_S = 2.0
 ROOT_CAUSE_WAIT_NS = NS_PER_S // 2
-"""How long a rank that has lost another one is not told of: the other's end is the reason, wherever it is found."""
+"""How long the end of a rank that has lost another one is not reported: the other's end is the cause."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Synchronizes the steps of data-parallel ranks: when one rank has tokens, all compute a step together.
 
 A *round* is one step of all ranks. A rank that has a step asks for a round; the hub, a thread of rank 0, then calls all
-others, and each answers with the number of tokens of its own step, or 0. When all have answered, the hub sends all
+others, and each answers with the number of tokens of its step, or 0. When all have answered, the hub sends all
 counts to all ranks, and they compute. A rank without a step computes an idle batch in the thread that listens to the
 hub. No rank polls a clock, and ranks sleep while none has a step.
 """
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 CALL, GO, LOST = b"c", b"g", b"l"
 LEAVES = -1
-"""What a rank says in place of its tokens when it ends as it was told to."""
+"""A rank sends this in place of its tokens when it ends on request."""
 
 MAX_STEP_MESSAGE_BYTES = 1 << 16
 _COUNT = struct.Struct("=q")
 FREE, ASKED, OWN = "free", "asked", "own"
-"""What a rank does: nothing, it has asked for a round and waits, it computes a step of its own."""
+"""What a rank does: nothing, it has asked for a round and waits, it computes its own step."""
 
 
 class StepBarrier:

@@ -36,7 +36,7 @@ OWN_IN_LAYER = {
     "gemma3": GEMMA_IN_LAYER,
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
 }
-"""GGUF's names of tensors, by Hugging Face's: of all families, and where one has names of its own."""
+"""GGUF's names of tensors, by Hugging Face's: of all families, and those of single families."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")

@@ -115,7 +115,7 @@ class DpTokenRange:
 
 
 class DpAttentionMlp:
-    """`part(x)` of the tokens of all ranks, summed over the ranks; each gets that of its own tokens.
+    """`part(x)` of the tokens of all ranks, summed over the ranks; each keeps that of its tokens.
 
     The tokens are gathered by a sum too, with zeros in the places of other ranks (as SGLang does).
     """

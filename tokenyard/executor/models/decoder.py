@@ -81,7 +81,7 @@ class Decoder:
             layer.fuse(kernels)
 
     def idle(self) -> None:
-        """Compute this rank's share of each layer's MLP for the tokens of other ranks, with none of its own."""
+        """Compute this rank's share of each layer's MLP for the tokens of other ranks; this rank has none."""
         nothing = self.hidden_states(0)
         for layer in self._layers:
             layer.idle(nothing)

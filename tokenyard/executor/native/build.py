@@ -23,7 +23,7 @@ KERNEL_FLAGS = {
     "kernels_avx512": AVX512,
     "kernels_avx512_bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
 }
-"""What kernel files are compiled with beside FLAGS on x86-64. A compiler that does not know them makes an empty file
+"""What kernel files are compiled with on top of FLAGS on x86-64. A compiler that does not know them makes an empty file
 of that kind; the library then has one kind of kernels less."""
 
 X86 = ("x86_64", "amd64")

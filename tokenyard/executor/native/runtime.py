@@ -66,7 +66,7 @@ def choose_threads(wanted: int) -> int:
 def pinned_cores(threads: int) -> tuple[int, ...]:
     """Return the core that each of `threads` threads is to stay on, () to leave that to the system.
 
-    Threads are pinned where OMP_PROC_BIND or OMP_PLACES asks for it and each can have a core of its own. By default
+    Threads are pinned where OMP_PROC_BIND or OMP_PLACES asks for it and each can have its own core. By default
     they are not: on a machine with other work a pinned thread waits for its core although another one is free.
     """
     bound = os.environ.get("OMP_PROC_BIND", "true" if os.environ.get("OMP_PLACES") else "false").lower()

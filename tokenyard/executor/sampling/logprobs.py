@@ -22,7 +22,8 @@ PIECE_POSITIONS = 256
 class LogprobRun:
     """`count` consecutive positions of one plan row, from `position` upwards, with `top` alternatives each.
 
-    index: the row's place in the plan. token_ids: tokens that are reported at each position whatever their rank.
+    index: the row's index in the plan.
+    token_ids: tokens that are reported at each position whatever their rank.
     """
 
     index: int
@@ -36,8 +37,11 @@ class LogprobRun:
 class LogprobPiece:
     """Log-probabilities of the positions of some runs, one run after the other.
 
-    tokens, logprobs: [positions]; top_tokens, top_logprobs: [positions, the most that a run wants], best first in the
-    `ranked` columns at the front, then those that runs name.
+    tokens: [positions], the chosen tokens.
+    logprobs: [positions], theirs.
+    top_tokens: [positions, the most that a run wants], best first in the first `ranked` columns, then those that
+        runs name.
+    top_logprobs: the same shape, theirs.
     """
 
     runs: list[LogprobRun]

@@ -127,7 +127,7 @@ def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
 
 
 def _converted(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message as one or several of a chat: results of tools are messages of their own there."""
+    """One message as one or several of a chat: tool results become separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError(f"{where}.role must be user or assistant", param="messages")

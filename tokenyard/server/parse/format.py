@@ -67,9 +67,12 @@ class Region:
 class ToolCallShape:
     """How calls are written, for grammars that force one (SGLang's `StructureInfo`).
 
-    An answer is `begin`, calls separated by `between`, and `end`. A call is `before`, the tool's name, `middle`, the
-    arguments and `after`.
-
+    begin: before the first call.
+    before: before a tool's name.
+    middle: between the name and the arguments.
+    after: after the arguments.
+    between: between two calls.
+    end: after the last call.
     parameter: (text before the key, before the value, after the value) of each argument. None if arguments are JSON.
     """
 

@@ -57,7 +57,13 @@ class LinkSpan:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """KV on its way from one engine to another, requested at `asked_ns`. `ends` is called with its end."""
+    """KV in transit from one engine to another.
+
+    asked_ns: when it was requested.
+    out: its time on the sender's link.
+    into: its time on the receiver's link.
+    ends: called with it when it ends.
+    """
 
     num_bytes: int
     asked_ns: int

@@ -26,7 +26,7 @@ STEP = 4
 """How much more of the trace each round of the halving sees than the one before."""
 MORE_TRAFFIC = 1.5
 ASSUMED_ERROR = 0.2
-"""What a cost model is taken to be off by where nobody has measured it."""
+"""The assumed error of a cost model whose error was not measured."""
 MIN_SPEEDUP = 0.05
 MAX_CORRECTIONS = 4
 

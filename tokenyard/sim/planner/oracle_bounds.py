@@ -19,7 +19,7 @@ MS_PER_S = 1000.0
 
 
 def min_work_s(workload: Workload, profile: Profile, cached_tokens: Int64Array | None = None) -> Float64Array:
-    """float64[n], the least device seconds that each request needs: the cost of its own tokens and attention.
+    """float64[n], the least device seconds that each request needs: the cost of its tokens and attention.
 
     The constant part of steps is left out, because other requests may share it, and so are `cached_tokens` (int64[n],
     None for no cache).

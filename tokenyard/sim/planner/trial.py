@@ -94,7 +94,13 @@ class TrialTraffic:
 
 @dataclass(frozen=True)
 class Trial:
-    """One simulation."""
+    """One simulation.
+
+    option: the fleet's kind.
+    replicas: its size.
+    traffic: what it serves.
+    slower: factor on the profile's step times.
+    """
 
     option: FleetOption
     replicas: int

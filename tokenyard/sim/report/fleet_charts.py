@@ -12,7 +12,7 @@ from tokenyard.sim.report.svg_charts import Chart
 
 POINTS = 300
 MAX_QUEUES = 8
-"""Queues drawn for a setting, the longest ones; more lines cannot be told apart."""
+"""Queues drawn for a setting, the longest ones; more lines cannot be distinguished."""
 
 
 def fleet_section(outcomes: Mapping[str, Outcome]) -> Section | None:

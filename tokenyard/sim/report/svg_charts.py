@@ -35,10 +35,10 @@ class _Series:
 
 @dataclass
 class Chart:
-    """One chart: add series, then call `svg()`, or pass it to `page`. A log axis leaves out values that are not above
-    0.
+    """One chart: add series, then call `svg()`, or pass it to `page`. A log axis leaves out values of 0 and below.
 
-    `empty` is the text to show without values. On a page, charts of one `group` share their axes.
+    empty: the text to show without values.
+    group: on a page, charts of one group share their axes.
     """
 
     title: str

@@ -43,20 +43,20 @@ class Conversations:
     def add(self, index: int, prompt: Int32Array, answer: Int32Array) -> Int32Array:
         """Add request `index` and return its prompt, int32[n], with earlier answers replaced by simulated ones."""
         hashes: list[int] = self._hashes.of(prompt).tolist()
-        told = prompt.copy()
+        ids = prompt.copy()
         for place, key in enumerate(hashes[:-1], start=1):
             if key in self._answers:
-                self._put(told, prompt, place, self._answers[key])
+                self._put(ids, prompt, place, self._answers[key])
         if len(answer):
             self._answers.setdefault(hashes[-1], []).append((index, answer))
-        return told
+        return ids
 
-    def _put(self, told: Int32Array, prompt: Int32Array, place: int, answers: list[tuple[int, Int32Array]]) -> None:
+    def _put(self, ids: Int32Array, prompt: Int32Array, place: int, answers: list[tuple[int, Int32Array]]) -> None:
         """Replace the longest match of one of the `answers` in `prompt` at `place`."""
         lengths = [_common(prompt[place:], answer) for _, answer in answers]
         best = int(np.argmax(lengths))
         positions = np.arange(lengths[best])
-        told[place : place + lengths[best]] = stream_tokens(ANSWER_STREAM + answers[best][0], positions)
+        ids[place : place + lengths[best]] = stream_tokens(ANSWER_STREAM + answers[best][0], positions)
 
 
 def _common(left: Int32Array, right: Int32Array) -> int:

@@ -2,8 +2,8 @@
 
 The wire format is the one that vLLM and SGLang use: ZeroMQ PUB frames [topic, sequence number (8 bytes, big-endian),
 msgpack of [unix seconds, events, rank]], where events are maps. A gap in the numbers means that a subscriber was too
-slow and lost events. It asks a ROUTER socket for them again, with the first number that it lacks; what is too old to be
-there is told anew as a whole, as a batch like any other: every block is gone, and then all that there are.
+slow and lost events. It requests them from a ROUTER socket, starting at the first number that it lacks. If that one is
+no longer kept, the reply is one batch with the whole state: all blocks cleared, then every block stored.
 """
 
 import logging
@@ -129,7 +129,7 @@ class KvEventPublisher:
 
 
 class _Replay:
-    """Answers subscribers that ask for events again, in a thread of its own. A request is [identity, "", number], an
+    """Answers subscribers that ask for events again, in its own thread. A request is [identity, "", number], an
     answer [identity, "", topic, number, payload] for each batch, and the number -1 at the end.
     """
 

@@ -205,7 +205,7 @@ class LookaheadClient:
         self._query_sent_ns = now
 
     def _take(self, reply: LookaheadReply, now: int) -> SetPolicy | None:
-        """Judge an answer; one to a question from before the policy was chosen anew is dropped."""
+        """Judge an answer; one to a question from before the policy changed is dropped."""
         if reply.number > self._queries or not 0.0 <= reply.cpu_s < 1e6:
             raise ValueError("it answers what was not asked")
         self._cpu_s += reply.cpu_s

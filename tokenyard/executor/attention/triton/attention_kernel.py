@@ -24,14 +24,19 @@ MAX_TILE_ROWS = 64
 
 
 COLUMNS = ("positions", "pool_rows", "tokens", "counts")
-"""Arguments that may begin at any number of an upload. A kernel must not be compiled anew where one is not aligned."""
+"""Arguments that may begin at any number of an upload. A kernel must not be compiled again where one is not aligned."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryBlocks:
-    """Queries that attend in one launch. tokens: int64[blocks], the first token of each block in the batch. counts:
-    int64[blocks], how many of the row's queries from there on are in it, at most `size`. splits: into how many parts
-    keys are cut, a power of two. partial, sums: scratch for the splits (float32), None without.
+    """Queries that attend in one launch.
+
+    tokens: int64[blocks], the first token of each block in the batch.
+    counts: int64[blocks], how many of the row's queries from there on are in the block, at most `size`.
+    size: the most queries of a block.
+    splits: into how many parts keys are cut, a power of two.
+    partial: float32 scratch for the splits' outputs, None without splits.
+    sums: float32 scratch for the splits' sums, None without splits.
     """
 
     tokens: torch.Tensor
@@ -195,8 +200,15 @@ def _join_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What attends in one launch: q [T, heads, head_dim] with heads in a row of memory, keys and values of a layer's
-    slots [slot, kv heads, head_dim], and how (see AttentionSpec). sinks: float32[heads] or None.
+    """What attends in one launch, and how (see AttentionSpec).
+
+    q: [T, heads, head_dim], with the heads of a token in a row of memory.
+    keys: [slot, kv heads, head_dim] of one layer.
+    values: [slot, kv heads, head_dim] of the same layer.
+    window: how many positions back a query attends.
+    scale: factor on the scores.
+    softcap: bound of the scores, 0 for none.
+    sinks: float32[heads], or None.
     """
 
     q: torch.Tensor

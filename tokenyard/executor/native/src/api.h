@@ -36,7 +36,7 @@ struct ty_config {
 // kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between two planes. See Rows in ops.h.
 // token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits: float[logit_count,
 // vocabulary], of the tokens logit_tokens. adapters: int32[tokens], the slot of each token's adapter from 1, or 0 for
-// none; null where none has one. window_kv: the pool of the layers with a window where they have one of their own, in
+// none; null where none has one. window_kv: the pool of the layers with a window where those have one, in
 // which layers count by themselves, with window_slots and window_table for it; else null.
 struct ty_step {
     int64_t tokens, rows, logit_count;
@@ -81,7 +81,7 @@ TY_API int ty_attention_run(void *attention, const ty_attention *job);
 TY_API void ty_attention_free(void *attention);
 
 TY_API void *ty_model_new(void *pool, int level, const ty_config *config);
-// weights: stored[outputs, inputs], laid out anew. bias: float[outputs] or null.
+// weights: stored[outputs, inputs], repacked. bias: float[outputs] or null.
 TY_API void ty_model_linear(void *model, int layer, int which, const void *weights, const float *bias);
 // See Experts::linear.
 TY_API void ty_model_expert(void *model, int layer, int which, int expert, const void *weights, const float *bias);

@@ -1,4 +1,4 @@
-// LoRA adapters in slots: their weights laid out beside those of a product, and which rows of a step have which.
+// LoRA adapters in slots: their weights next to those of a product, and which rows of a step have which.
 #pragma once
 
 #include <cstdint>

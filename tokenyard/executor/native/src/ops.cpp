@@ -177,7 +177,7 @@ void Attention::add_row(Tasks &tasks, const Part &first, bool fixed_order, bool 
 void Attention::plan_parts(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots) {
     tasks.rows.clear();
     tasks.parts.clear();
-    // Queries with a window begin at keys of their own, so that they share no parts in a fixed order.
+    // Queries with a window begin at different keys, so they share no parts in a fixed order.
     const int64_t together = most(1, PART_QUERIES / (heads_ / kv_heads_));
     const int64_t some = tasks.window && rows.fixed_order ? 1 : together;
     for (int64_t r = 0, token = 0; r < rows.rows; token += rows.counts[r], r++) {
@@ -280,7 +280,7 @@ void Attention::attend(Tasks &tasks, const Attending &job, int64_t i, int thread
     std::atomic<int64_t> &left = tasks.left[(size_t)(task.row * row.splits + task.split)];
     if (left.fetch_sub(1, std::memory_order_acq_rel) != 1)
         return;
-    // The last part joins them all, and sets the count anew for the next layer.
+    // The last part joins them all, and resets the count for the next layer.
     left.store(row.count, std::memory_order_relaxed);
     kernels_.join_parts(job, row.first, row.count, stride(row), task.part.head_begin, task.part.head_end);
 }

@@ -1,7 +1,7 @@
 // Threads that share the tasks of one step.
 //
-// A phase ends when all its tasks are done, not when all threads have arrived: a thread that the system has taken its
-// core from holds up nobody, unless it is in the middle of a task. Between steps the threads sleep.
+// A phase ends when all its tasks are done, not when all threads have arrived: a thread that has lost its core
+// delays no other, unless it is in the middle of a task. Between steps the threads sleep.
 #pragma once
 
 #include <atomic>
