@@ -26,7 +26,7 @@ def test_rows_are_given_out_once_each():
 
 
 @pytest.mark.parametrize("row", [-1, 1, 3])
-def test_freeing_a_row_that_nobody_holds_raises(row):
+def test_freeing_a_row_that_is_not_held_raises(row):
     pool = ReqToTokenPool(3, 8, 1)
     assert pool.alloc_row() == 0
     with pytest.raises(ValueError, match="not taken"):

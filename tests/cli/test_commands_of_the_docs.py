@@ -82,9 +82,9 @@ def test_a_command_of_the_docs_does_what_it_says(words, folder, monkeypatch, cap
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}")
-    status, told = main(list(words)), capsys.readouterr()
-    assert status == 0, told
-    assert told.out + told.err
+    status, printed = main(list(words)), capsys.readouterr()
+    assert status == 0, printed
+    assert printed.out + printed.err
     for flag in ("--report", "--json", "--to-trace", "--output"):
         if flag in words:
             assert (folder / words[words.index(flag) + 1]).stat().st_size > 0
@@ -96,5 +96,5 @@ def test_what_is_not_run_is_on_a_page():
 
 
 def test_words_of_a_command():
-    assert words_of("tokenyard top &    # beside it") == ["top"]
+    assert words_of("tokenyard top &    # next to it") == ["top"]
     assert words_of("tokenyard serve --log-format json 2> server.log") == ["serve", "--log-format", "json"]

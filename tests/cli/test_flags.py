@@ -327,8 +327,10 @@ def test_unknown_variables_are_told_but_not_those_of_kubernetes():
     pods = ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_30000_TCP_ADDR", "ROUTER_SERVICE_PORT", "ROUTER_PORT")
     environ = fine | {f"TOKENYARD_{name}": "tcp://10.0.0.1:30000" for name in pods}
     assert unknown_variables(environ) == []
-    (told,) = unknown_variables({**environ, "TOKENYARD_MAX_RUNING_REQUESTS": "5"})
-    assert told.startswith("TOKENYARD_MAX_RUNING_REQUESTS is no setting; did you mean TOKENYARD_MAX_RUNNING_REQUESTS")
+    (warning,) = unknown_variables({**environ, "TOKENYARD_MAX_RUNING_REQUESTS": "5"})
+    assert warning.startswith(
+        "TOKENYARD_MAX_RUNING_REQUESTS is no setting; did you mean TOKENYARD_MAX_RUNNING_REQUESTS"
+    )
 
 
 def test_the_help_names_the_policies(capsys):

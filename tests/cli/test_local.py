@@ -104,7 +104,7 @@ def test_a_fork_of_eight_computes_its_parent_once(llm, backend):
     assert len(state["part"]) == 8
     parent = len(llm.tokenizer.encode(state.text()).ids)
     assert parent > 100
-    # Each fork has a few tokens of its own, and may be cut from its parent's last word.
+    # Each fork has a few tokens that the others lack, and may be cut from its parent's last word.
     assert parent <= computed() - before <= parent + 8 * 8
 
 

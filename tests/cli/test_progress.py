@@ -25,9 +25,9 @@ class FakeLLM:
         self.looks += 1
         if self.looks == 5:
             threading.Thread(target=self.outcome, args=(self.answer,)).start()
-        told = Future()
-        told.set_result(snapshot)
-        return told
+        answered = Future()
+        answered.set_result(snapshot)
+        return answered
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_failed_answer_is_raised(terminal):
         progress.follow(FakeLLM(answer, lambda one: one.set_exception(ValueError("not today"))), [answer])
 
 
-def test_nothing_is_asked_where_nobody_looks(monkeypatch):
+def test_nothing_is_polled_without_a_terminal(monkeypatch):
     monkeypatch.setattr(progress, "Console", lambda **_: Console(file=io.StringIO()))
     answer = Future()
     answer.set_result("text")

@@ -56,7 +56,7 @@ def test_a_truncated_tape_says_so(tape, tmp_path, capsys):
     assert "cut off" in out
 
 
-def test_other_settings_and_devices_are_simulated_beside_what_happened(tape, tmp_path, capsys):
+def test_other_settings_and_devices_are_simulated_next_to_what_happened(tape, tmp_path, capsys):
     numbers, trace, profile = tmp_path / "n.json", tmp_path / "t.jsonl", tmp_path / "p.json"
     save_profile(get_profile("cpu", "demo"), profile)
     flags = ["--max-running-requests", "1", "--schedule-policy", "lpm", "--disable-overlap-schedule"]

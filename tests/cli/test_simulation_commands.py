@@ -308,10 +308,10 @@ def test_a_policy_of_ones_own_that_raises_fails_the_run_with_its_place(tmp_path,
     policy = "raising_policies:Raising"
     for names in (["simulate", "--replicas", "2", "--schedule-policy", policy], ["compare", policy]):
         assert main([*names, *argv]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1
-        assert "raising_policies:Raising failed: it raised ValueError('not today')" in told
-        assert "raising_policies.py, line 7 (order)" in told
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1
+        assert "raising_policies:Raising failed: it raised ValueError('not today')" in printed
+        assert "raising_policies.py, line 7 (order)" in printed
 
 
 def test_a_poor_fit_makes_the_prediction_a_warning(tmp_path, capsys):
@@ -320,9 +320,9 @@ def test_a_poor_fit_makes_the_prediction_a_warning(tmp_path, capsys):
         save_profile(replace(get_profile("cpu", "demo"), error=error), tmp_path / "p.json")
         argv = ["simulate", *SMALL, "--profile", str(tmp_path / "p.json"), "--report", str(report)]
         assert main(argv) == 0
-        told = "the cost model cpu/demo is off by 31 %"
-        assert (f"WARNING: {told}" in capsys.readouterr().out) is warned
-        assert (told in report.read_text()) is warned
+        printed = "the cost model cpu/demo is off by 31 %"
+        assert (f"WARNING: {printed}" in capsys.readouterr().out) is warned
+        assert (printed in report.read_text()) is warned
 
 
 def test_what_was_left_out_stands_below_the_table_and_on_the_page(tmp_path, capsys):

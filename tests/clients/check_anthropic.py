@@ -1,4 +1,4 @@
-"""anthropic: messages whole and streamed, forced tools, several turns, counted tokens, errors of its own kinds."""
+"""anthropic: messages whole and streamed, forced tools, several turns, counted tokens, errors in its own format."""
 
 import anthropic
 from common import Target, expect, try_client

@@ -1,4 +1,4 @@
-"""lm-eval's local-completions: log-likelihoods and generation over a task of its own on local lines."""
+"""lm-eval's local-completions: log-likelihoods and generation over a task made of local lines."""
 
 import json
 import os

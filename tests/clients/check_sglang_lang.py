@@ -75,7 +75,7 @@ def typed_and_formed(target: Target) -> None:
 def forks_and_batches(target: Target) -> None:
     @sgl.function
     def program(s, name):
-        s += sgl.user(f"Tell of a {name}.")
+        s += sgl.user(f"Tell a story about a {name}.")
         forks = s.fork(3)
         for place, fork in enumerate(forks):
             fork += sgl.assistant(sgl.gen("part", max_tokens=3 + place, temperature=0))

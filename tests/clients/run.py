@@ -1,6 +1,6 @@
 """Tries unchanged clients against a running server: `python -m tests.clients.run [NAME ...]`.
 
-Each client gets an environment of its own under .venv-clients, made at its first run. The server is `tokenyard serve`
+Each client gets its own environment under .venv-clients, made at its first run. The server is `tokenyard serve`
 with the demo model (`--mock`: the mock executor). Prints a table and exits with 1 if any client failed.
 """
 

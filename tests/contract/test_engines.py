@@ -48,7 +48,7 @@ def of_ids(count, *, seed=7, **options):
     return GenerateReqInput(input_ids=list(range(5, 5 + count)), sampling=sampling, seed=seed)
 
 
-def told(deltas):
+def answer_of(deltas):
     """What an answer was, however it came."""
     tokens = [token for delta in deltas for token in delta.token_ids]
     finish = deltas[-1].finish
@@ -63,8 +63,8 @@ def test_limits_and_refusals_are_the_same(with_engine):
             with pytest.raises(InvalidRequestError):
                 await collect(manager, wrong)
         one, other = [await collect(manager, of_ids(3, seed=None)) for _ in range(2)]
-        assert told(one) != told(other)
-        assert told(await collect(manager, of_ids(3))) == told(await collect(manager, of_ids(3)))
+        assert answer_of(one) != answer_of(other)
+        assert answer_of(await collect(manager, of_ids(3))) == answer_of(await collect(manager, of_ids(3)))
 
     with_engine(work, max_total_tokens=64)
 
@@ -97,7 +97,7 @@ def test_control_is_the_same(with_engine):
         await asyncio.sleep(0.05)
         assert not waiting.done()
         await manager.continue_()
-        assert told(await waiting) == told(await collect(manager, spec()))
+        assert answer_of(await waiting) == answer_of(await collect(manager, spec()))
 
     with_engine(work)
 
@@ -106,7 +106,7 @@ def test_an_answer_that_was_begun_goes_on_from_there(in_engine):
     """Wherever it is cut: text, tokens, stop strings across the border, limits and usage are those of the whole."""
 
     async def work(manager):
-        text = told(await collect(manager, spec(PROMPT, tokens=30)))[0]
+        text = answer_of(await collect(manager, spec(PROMPT, tokens=30)))[0]
         stop = text[len(text) // 2 :][:7]
         assert text.index(stop) == len(text) // 2
         for options in (
@@ -117,10 +117,10 @@ def test_an_answer_that_was_begun_goes_on_from_there(in_engine):
             {"stream": False, "stop": [stop]},
         ):
             whole = await collect(manager, spec(PROMPT, tokens=30, **options))
-            whole_text, whole_tokens, reason, matched, count = told(whole)
+            whole_text, whole_tokens, reason, matched, count = answer_of(whole)
             for cut in (1, 7, len(whole_tokens) // 2, len(whole_tokens) - 1):
                 begun = await collect(manager, spec(PROMPT, tokens=30, output_ids=whole_tokens[:cut], **options))
-                rest_text, rest_tokens, *end = told(begun)
+                rest_text, rest_tokens, *end = answer_of(begun)
                 assert rest_tokens == whole_tokens[cut:]
                 assert whole_text.endswith(rest_text)
                 assert end == [reason, matched, count]
@@ -132,7 +132,7 @@ def test_an_answer_that_was_begun_goes_on_from_there(in_engine):
 def test_logprobs_of_an_answer_that_was_begun_are_those_of_what_is_new(in_engine):
     async def work(manager):
         options = {"logprobs": LogprobOptions(output=True, prompt_from=0), "tokens": 12}
-        _, tokens, *_ = told(await collect(manager, spec(PROMPT, **options)))
+        _, tokens, *_ = answer_of(await collect(manager, spec(PROMPT, **options)))
         begun = await collect(manager, spec(PROMPT, output_ids=tokens[:5], **options))
         assert [entry.token for delta in begun for entry in delta.logprobs] == tokens[5:]
 
@@ -141,7 +141,7 @@ def test_logprobs_of_an_answer_that_was_begun_are_those_of_what_is_new(in_engine
 
 def test_a_whole_answer_ends_at_once_and_a_wrong_one_is_refused(in_engine):
     async def work(manager):
-        _, tokens, *_ = told(await collect(manager, spec(PROMPT, tokens=8)))
+        _, tokens, *_ = answer_of(await collect(manager, spec(PROMPT, tokens=8)))
         (end,) = await collect(manager, spec(PROMPT, tokens=8, output_ids=tokens))
         assert (end.token_ids, end.finish.reason, end.finish.completion_tokens) == ([], "length", 8)
         for wrong in ({"output_ids": [10**6]}, {"output_ids": [[1], [2]]}, {"output_ids": tokens, "n": 2}):
@@ -168,9 +168,9 @@ def test_a_model_goes_on_with_an_answer_as_it_would_have_itself(torch_engine, sa
         made = GenerateReqInput(text=PROMPT, sampling=params, seed=11, output_ids=list(tokens[:cut]) or None)
         return torch_engine(made)
 
-    _, tokens, *end = told(answer())
+    _, tokens, *end = answer_of(answer())
     for cut in (1, 9, len(tokens) - 1):
-        _, rest, *rest_end = told(answer(cut, tokens))
+        _, rest, *rest_end = answer_of(answer(cut, tokens))
         assert rest == tokens[cut:]
         assert rest_end == end
 

@@ -33,7 +33,7 @@ from tokenyard.sim.traces.synthetic import synthetic
 from tokenyard.sim.traces.workload import Workload
 
 CONTEXT, EOS, FILLER, MS = 64, 2, 5, 1_000_000
-BESIDE: tuple[dict[str, Any], ...] = (
+OTHER_SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"headroom": "history", "disable_radix_cache": True},
     {"headroom": "past-future", "step_budget": "time", "retraction_policy": "newest"},
@@ -71,7 +71,7 @@ def whole_state(scheduler: Scheduler) -> Any:
     return state(scheduler.state, {})
 
 
-def told(scheduler: Scheduler) -> tuple[Any, ...]:
+def output_of(scheduler: Scheduler) -> tuple[Any, ...]:
     batch = scheduler.drain()
     columns = (batch.numbers.tolist(), batch.tokens.tolist(), batch.hits.tolist())
     return *columns, state(batch.started, {}), batch.finished, state(scheduler.kv_records(), {})
@@ -122,7 +122,7 @@ class Twins:
         return True
 
     def check(self) -> None:
-        assert told(self.repeating) == told(self.single)
+        assert output_of(self.repeating) == output_of(self.single)
         assert whole_state(self.repeating) == whole_state(self.single)
 
 
@@ -146,13 +146,13 @@ def request(number: int, rng: np.random.Generator, longest: int) -> Request:
 @given(
     seed=st.integers(0, 2**32 - 1),
     policy=st.sampled_from(sorted(POLICIES)),
-    beside=st.sampled_from(BESIDE),
+    others=st.sampled_from(OTHER_SETTINGS),
     page_size=st.sampled_from([1, 4]),
     tokens=st.sampled_from([64, 96, 400]),
     mixed=st.booleans(),
 )
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-def test_many_steps_at_once_are_as_many_single_ones(seed, policy, beside, page_size, tokens, mixed):
+def test_many_steps_at_once_are_as_many_single_ones(seed, policy, others, page_size, tokens, mixed):
     rng = np.random.default_rng(seed)
     chosen = SchedulerSettings(
         page_size=page_size,
@@ -163,7 +163,7 @@ def test_many_steps_at_once_are_as_many_single_ones(seed, policy, beside, page_s
         chunked_prefill_size=8,
         prefill_decode_interval=2,
         schedule_conservativeness=0.1,
-        **beside,
+        **others,
     )
     twins = Twins(chosen, tokens // page_size)
     for number in range(1, 9):
@@ -208,7 +208,7 @@ def test_what_looks_at_every_step_keeps_single_steps(changes, cost):
     assert scheduler.multi_step(10) == 1
 
 
-def test_nobody_repeats_while_someone_waits():
+def test_no_plan_repeats_while_a_request_waits():
     scheduler, _ = running()
     scheduler.submit(Submit(Request(3, "", np.full(4, 9, np.int32), SamplingParams(), tenant="")), 2)
     assert scheduler.multi_step(10) == 1
@@ -216,7 +216,9 @@ def test_nobody_repeats_while_someone_waits():
 
 def test_repeats_end_where_the_pages_do():
     scheduler, plan = running(changes={"headroom": "none"}, pages=9)
-    assert scheduler.multi_step(20) == 12, "beside the prompts' 3 pages there are 6: 3 for each row, 4 steps on each"
+    assert scheduler.multi_step(20) == 12, (
+        "in addition to the prompts' 3 pages there are 6: 3 for each row, 4 steps on each"
+    )
     assert len(plan.page_ids) == 6
 
 

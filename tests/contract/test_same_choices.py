@@ -84,20 +84,22 @@ def test_the_router_chooses_what_the_simulator_chose(policy, kind, room, setting
     targets = []
     make = SimRouter.__init__
     monkeypatch.setattr(SimRouter, "__init__", lambda self, *a: (make(self, *a), targets.extend(self.targets))[0])
-    told = simulate(traffic, chosen)
-    found = asyncio.run(replayed(told, policy, room, settings, [target.salt for target in targets], monkeypatch))
+    simulated = simulate(traffic, chosen)
+    found = asyncio.run(replayed(simulated, policy, room, settings, [target.salt for target in targets], monkeypatch))
     served = range(len(traffic))
-    assert [found[number] for number in served] == [(int(told.place[n]), int(told.sent_ns[n])) for n in served]
+    assert [found[number] for number in served] == [
+        (int(simulated.place[n]), int(simulated.sent_ns[n])) for n in served
+    ]
     assert len({place for place, _ in found.values()}) == REPLICAS
-    assert not room or (told.sent_ns > told.arrival_ns).any()
+    assert not room or (simulated.sent_ns > simulated.arrival_ns).any()
 
 
-async def replayed(told, policy, room, settings, salts, monkeypatch):
-    """Where and when the router sends each request, if all else happens as `told`."""
-    driven, traffic = Driven(policy, room, settings, salts, monkeypatch), told.workload
-    places = told.place.tolist()
-    events = [(at_ns, ARRIVES, 0, number) for number, at_ns in enumerate(told.arrival_ns.tolist())]
-    for what, times_ns in ((BEGINS, told.first_token_ns), (ENDS, told.finished_ns)):
+async def replayed(simulated, policy, room, settings, salts, monkeypatch):
+    """Where and when the router sends each request, if all else happens as `simulated`."""
+    driven, traffic = Driven(policy, room, settings, salts, monkeypatch), simulated.workload
+    places = simulated.place.tolist()
+    events = [(at_ns, ARRIVES, 0, number) for number, at_ns in enumerate(simulated.arrival_ns.tolist())]
+    for what, times_ns in ((BEGINS, simulated.first_token_ns), (ENDS, simulated.finished_ns)):
         events += [(at_ns, what, places[number], number) for number, at_ns in enumerate(times_ns.tolist())]
     # At equal times arrivals come first, then what each replica tells, one after the other.
     for at_ns, what, _, number in sorted(events, key=lambda one: (one[0], one[1] != ARRIVES, one[2], one[1], one[3])):
@@ -108,6 +110,6 @@ async def replayed(told, policy, room, settings, salts, monkeypatch):
         elif what == BEGINS:
             driven.begins(number)
         else:
-            driven.end(number, int(traffic.prompt_tokens[number]), int(told.cached_tokens[number]))
+            driven.end(number, int(traffic.prompt_tokens[number]), int(simulated.cached_tokens[number]))
             await asyncio.sleep(0)
     return driven.chosen

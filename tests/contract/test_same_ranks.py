@@ -39,7 +39,7 @@ def target_of(run, number):
     return run._routing._open[number].target
 
 
-class Told:
+class Simulated:
     """What the simulator says of one run: (time, what, number of the request, scheduler, more)."""
 
     def __init__(self, monkeypatch, traffic, chosen):
@@ -87,16 +87,16 @@ def test_the_engine_chooses_the_ranks_that_the_simulator_chose(method, blind, se
     chosen = setup(
         settings={"disable_radix_cache": False, **settings}, dp_size=RANKS, router="round_robin", fleet=fleet
     )
-    told = Told(monkeypatch, traffic, chosen)
-    found = asyncio.run(replayed(told, traffic, method, chosen, blind, monkeypatch))
-    sent = [(number, rank) for _, what, number, rank, *_ in told.events if what == "sent"]
+    simulated = Simulated(monkeypatch, traffic, chosen)
+    found = asyncio.run(replayed(simulated, traffic, method, chosen, blind, monkeypatch))
+    sent = [(number, rank) for _, what, number, rank, *_ in simulated.events if what == "sent"]
     assert sorted(found) == sorted(sent)
     assert len({rank for _, rank in sent}) == RANKS
     assert len(sent) > len(traffic) or not ("tenants" in settings or "max_queued_requests" in settings)
 
 
-async def replayed(told, traffic, method, chosen, blind, monkeypatch):
-    """(number of the request, rank) of all that the engine sends, if all else happens as `told`."""
+async def replayed(simulated, traffic, method, chosen, blind, monkeypatch):
+    """(number of the request, rank) of all that the engine sends, if all else happens as `simulated`."""
     clock = SimpleNamespace(ns=0)
     times = SimpleNamespace(monotonic=lambda: clock.ns / 1e9, monotonic_ns=lambda: clock.ns)
     for module in (ranks, streams, tokenizer_manager):
@@ -122,7 +122,7 @@ async def replayed(told, traffic, method, chosen, blind, monkeypatch):
             messages.clear()
 
     try:
-        for now, what, number, rank, *more in told.events:
+        for now, what, number, rank, *more in simulated.events:
             clock.ns = now
             if what == "sent" and number not in readers:
                 wanted = None if blind else more[0]

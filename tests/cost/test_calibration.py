@@ -1,4 +1,4 @@
-"""What a few steps at the start tell of a device, whatever was believed of it before."""
+"""What a few steps at the start measure of a device, whatever the prior cost model."""
 
 import itertools
 

@@ -38,7 +38,7 @@ def test_a_wrong_prior_is_corrected_by_measured_steps(factor):
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_a_busy_device_is_foretold_its_mean_time(kind, factor):
+def test_the_prediction_for_a_busy_device_is_its_mean_time(kind, factor):
     truth = get_profile("cpu", "demo").cost()
     online = OnlineCost(scaled(truth.terms, factor))
     rng = random.Random(3)

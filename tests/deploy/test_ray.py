@@ -33,7 +33,7 @@ def test_the_engines_of_serves_files_have_flags_that_exist(config):
     build_parser("serve").parse_strictly(["serve", *application["args"]["flags"].split()])
 
 
-def test_the_router_beside_the_head_reads_what_the_feed_writes():
+def test_the_router_next_to_the_head_reads_what_the_feed_writes():
     (service,) = documents(DEPLOY / "ray/rayservice.yaml")
     pod = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     feed, router = ({c["name"]: c for c in pod["containers"]}[name] for name in ("addresses", "router"))
@@ -68,7 +68,7 @@ def test_the_file_of_addresses_is_replaced_whole_and_only_on_a_change(tmp_path):
 
 @pytest.fixture(scope="module")
 def ray_python() -> str:
-    """A Python with Ray and what this package needs, in an environment of its own."""
+    """A Python with Ray and what this package needs, in a separate environment."""
     python = ENVIRONMENT / "bin" / "python"
     if not python.is_file():
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

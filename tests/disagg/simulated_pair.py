@@ -202,7 +202,7 @@ class World:
             engine.turn(self.now)
 
     def settle(self) -> None:
-        """Let all leases run out and look at the books of whoever lives: no hold, no page and no key is left."""
+        """Let all leases run out and check the accounts of each live engine: no hold, no page and no key is left."""
         self.run(lambda: not self.at, 10)
         end = self.now + 6000 * MS
         self.run(lambda: self.now > end, 10)

@@ -334,7 +334,7 @@ def full_queue(streams: int) -> Outcome:
 
 
 def small_pool(streams: int, tokens: int = 100) -> Outcome:
-    """A KV pool that holds a few answers of the many that run: requests give way and come back, and none is lost."""
+    """A KV pool that holds a few answers of the many that run: requests are retracted and resumed, and none is lost."""
 
     async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
         opened, ends, seconds = await _load(server, streams, tokens)

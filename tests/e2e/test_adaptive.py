@@ -19,7 +19,7 @@ FLAGS = (
 
 
 class Traffic(threading.Thread):
-    """Sends prompts of `tokens` tokens every `pause_s` until told to stop; keeps the status of each answer."""
+    """Sends prompts of `tokens` tokens every `pause_s` until stopped; keeps the status of each answer."""
 
     def __init__(self, url, tokens, pause_s):
         super().__init__(daemon=True)

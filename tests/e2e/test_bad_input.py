@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong, against real servers: each mistake is named, and nobody else notices."""
+"""Mistakes of new users, against real servers: each is named in the error, and no other client notices."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 
 @pytest.fixture(scope="module")
 def bystander(mock_server):
-    """A long stream that runs beside all mistakes of this module and must come to its end."""
+    """A long stream that runs during all mistakes of this module and must complete."""
     body = {"prompt": "Hello there", "max_tokens": 900, "stream": True, "ignore_eos": True}
     answers = []
 
@@ -188,7 +188,7 @@ def test_a_client_that_sends_all_of_a_large_body_first_reads_the_refusal(mock_se
 
 
 @pytest.mark.slow
-def test_a_template_that_raises_or_loops_hurts_nobody_else(tmp_path):
+def test_a_template_that_raises_or_loops_fails_no_other_request(tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text(
         "{% set text = messages[0].content %}{% if text == 'raise' %}{{ raise_exception('not like this') }}"

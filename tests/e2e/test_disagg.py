@@ -31,7 +31,7 @@ def engines(settings):
     """A prefill and a decode engine that have found each other."""
     p = Server(*FLAGS, "--config", settings, "--disaggregation-mode", "prefill")
     d = Server(*FLAGS, "--config", settings, "--disaggregation-mode", "decode", "--prefill-engines", p.url)
-    wait_until(lambda: told(d).get("connected"))
+    wait_until(lambda: disagg_state(d).get("connected"))
     yield p, d
     for server in (d, p):
         if server.process.poll() is None:
@@ -45,7 +45,7 @@ def wait_until(condition, most_s: float = 30.0):
         time.sleep(0.05)
 
 
-def told(server: Server) -> dict:
+def disagg_state(server: Server) -> dict:
     with urllib.request.urlopen(server.url + "/v1/transfer", timeout=10) as answer:
         return next(iter(json.load(answer)["ranks"].values()), {})
 
@@ -93,7 +93,7 @@ def scheduler_of(server: Server) -> int:
 
 def nothing_left(server: Server) -> None:
     def empty():
-        state = told(server)
+        state = disagg_state(server)
         return state and not (state["open"] or state["computing_for_others"] or state["held_for_others"])
 
     wait_until(empty)
@@ -101,11 +101,11 @@ def nothing_left(server: Server) -> None:
 
 def test_prompts_are_computed_there_and_the_answer_is_the_same(engines):
     p, d = engines
-    before = told(d).get("transferred", 0)
+    before = disagg_state(d).get("transferred", 0)
     texts = [ask(d, name) for name in ("Anna", "Ben")]
     assert texts == [ask(p, name) for name in ("Anna", "Ben")]
-    wait_until(lambda: told(d).get("transferred", 0) == before + 2)
-    assert told(d)["moved_bytes"]
+    wait_until(lambda: disagg_state(d).get("transferred", 0) == before + 2)
+    assert disagg_state(d)["moved_bytes"]
     sampled = {"temperature": 0.9, "seed": 7, "logprobs": 2}
     assert ask(d, "Carl", **sampled) == ask(p, "Carl", **sampled)
     for server in engines:
@@ -114,8 +114,8 @@ def test_prompts_are_computed_there_and_the_answer_is_the_same(engines):
 
 def test_halves_that_a_router_sends_meet_in_their_room(engines):
     p, d = engines
-    host, port = told(p)["address"].split(":")
-    expected, before = ask(p, "Jane"), told(d).get("transferred", 0)
+    host, port = disagg_state(p)["address"].split(":")
+    expected, before = ask(p, "Jane"), disagg_state(d).get("transferred", 0)
     meeting = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": 2**63 - 5}
     halves = []
     first = threading.Thread(target=lambda: halves.append(ask(p, "Kate", **meeting)))
@@ -127,7 +127,7 @@ def test_halves_that_a_router_sends_meet_in_their_room(engines):
         handed = json.load(answer)
     assert handed["choices"][0]["finish_reason"] == "length"
     assert ask(d, "Jane", kv_transfer_params=handed["kv_transfer_params"]) == expected
-    wait_until(lambda: told(d).get("transferred", 0) == before + 2)
+    wait_until(lambda: disagg_state(d).get("transferred", 0) == before + 2)
     gone = {**handed["kv_transfer_params"], "remote_port": 1}
     assert ask(d, "Lena", kv_transfer_params=gone) == ask(p, "Lena")
     for server in engines:
@@ -145,7 +145,7 @@ def test_a_stopped_prefill_engine_costs_a_pause(engines):
         assert ask(d, "Emil")
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: told(d).get("connected"))
+    wait_until(lambda: disagg_state(d).get("connected"))
     for server in engines:
         nothing_left(server)
 
@@ -165,7 +165,7 @@ def test_a_client_that_streams_sees_only_a_pause_when_either_side_is_killed(engi
         one.thread.join(60)
         assert one.ended == "done"
     assert stream.text == expected
-    wait_until(lambda: told(d).get("connected"))
+    wait_until(lambda: disagg_state(d).get("connected"))
     for server in engines:
         nothing_left(server)
     assert late.text == ask(p, f"{name} too", max_tokens=100)
@@ -200,10 +200,10 @@ def test_kv_of_divided_models_moves():
     p = Server(*divided, "--disaggregation-mode", "prefill")
     d = Server(*divided, "--disaggregation-mode", "decode", "--prefill-engines", p.url)
     try:
-        wait_until(lambda: told(d).get("connected"), 60.0)
+        wait_until(lambda: disagg_state(d).get("connected"), 60.0)
         assert ask(d, "Ada") == ask(p, "Ada")
-        assert told(d)["transferred"] == 1
-        assert told(d)["moved_bytes"] > 0
+        assert disagg_state(d)["transferred"] == 1
+        assert disagg_state(d)["moved_bytes"] > 0
     finally:
         d.close()
         p.close()

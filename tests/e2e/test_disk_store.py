@@ -35,7 +35,7 @@ def ask(server: Server, prompt: str = PROMPT) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def told(server: Server) -> dict:
+def store_state(server: Server) -> dict:
     return call(server, "/v1/cache")["ranks"]["rank 0"]
 
 
@@ -57,9 +57,9 @@ def test_a_server_that_is_started_again_finds_its_kv(tmp_path, more):
     server = Server(*flags)
     again, cached = ask(server)
     assert (again, cached) == (answer, 192)
-    assert told(server)["loaded_tokens"] == 192
+    assert store_state(server)["loaded_tokens"] == 192
     more, _ = ask(server, 2 * PROMPT)
-    wait_until(lambda: told(server)["blocks"] >= 8)
+    wait_until(lambda: store_state(server)["blocks"] >= 8)
     server.signal(signal.SIGKILL)
     server.wait()
 

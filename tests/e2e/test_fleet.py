@@ -237,7 +237,7 @@ IN_FLOAT32 = ("--dtype", "float32")
 )
 def test_an_engine_that_is_killed_while_a_client_streams_is_not_seen(sampling, flags):
     """In bfloat16 only deterministic inference promises it: otherwise a narrow draw may change where the answer so far
-    is computed anew.
+    is computed again.
     """
     servers = [Server("--max-total-tokens", "2000", *flags) for _ in range(2)]
     route = Route(*(server.url for server in servers))

@@ -43,9 +43,9 @@ def test_the_contract_of_a_pod():
     kv = ("--enable-kv-events", "--kv-events-endpoint", events)
     server = Server("--executor", "mock", "--mock-step-ms", "50", *kv, *names)
     try:
-        topic, told = first_events(server, events)
+        topic, batch = first_events(server, events)
         assert topic == f"kv@{server.url.removeprefix('http://')}@tokenyard-demo"
-        assert told[0]["type"] in ("AllBlocksCleared", "BlockStored")
+        assert batch[0]["type"] in ("AllBlocksCleared", "BlockStored")
         text = httpx2.get(f"{server.url}/metrics").text
         for engine, names in (("vllm", VLLM), ("sglang", SGLANG)):
             for name in names:

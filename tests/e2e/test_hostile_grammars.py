@@ -1,4 +1,4 @@
-"""Grammars and schemas that are wrong, or made to cost much, beside plain streams: each ends in a clear 400 or as a
+"""Grammars and schemas that are wrong, or made to cost much, next to plain streams: each ends in a clear 400 or as a
 bounded answer, and the streams say what they say alone.
 """
 
@@ -96,12 +96,12 @@ def test_hostile_grammars_end_in_a_400_or_in_time_and_leave_other_streams_alone(
     async def together():
         wrong = [ask(api, chat(**body)) for body, _ in REFUSED.values()]
         costly = [ask(api, chat(**body)) for body in BOUNDED.values()]
-        beside = asyncio.create_task(plain())
-        return await asyncio.gather(*wrong), await asyncio.gather(*costly), await beside
+        plain_streams = asyncio.create_task(plain())
+        return await asyncio.gather(*wrong), await asyncio.gather(*costly), await plain_streams
 
     alone = asyncio.run(plain())
-    wrong, costly, beside = asyncio.run(together())
-    assert beside == alone
+    wrong, costly, plain_streams = asyncio.run(together())
+    assert plain_streams == alone
     for (name, (_, words)), (status, answer) in zip(REFUSED.items(), wrong, strict=True):
         assert status == 400, (name, answer)
         assert words in answer["error"]["message"], name

@@ -119,14 +119,14 @@ def test_json_means_json_lines_only(tmp_path, monkeypatch):
     assert {answer.status_code for answer in answers} == {200, 503}
     lines = [json.loads(line) for line in server.log.splitlines()]
     assert all(datetime.fromisoformat(line["time"]).tzinfo is not None for line in lines)
-    told = "\n".join(line["message"] for line in lines)
+    messages = "\n".join(line["message"] for line in lines)
     for words in (
         "TOKENYARD_LOG_FROMAT is no setting; did you mean TOKENYARD_LOG_FORMAT",
         "the policy is now lpm",
         "open requests may run for 30 s more",
         "stopped, with exit status 0",
     ):
-        assert words in told
+        assert words in messages
     assert not Path(path).exists()
 
 

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parent / "check_pages.py"
 
 @pytest.fixture(scope="module")
 def browser_python() -> str:
-    """A Python with Playwright, in an environment of its own."""
+    """A Python with Playwright, in a separate environment."""
     python = ENVIRONMENT / "bin" / "python"
     if not python.is_file():
         venv.create(ENVIRONMENT, with_pip=True)

@@ -38,13 +38,13 @@ def test_a_paused_request_goes_on_exactly_where_it_stopped(mock_server):
 
 def test_a_request_is_explained_while_it_runs_and_afterwards(mock_server):
     url = mock_server.url
-    with httpx2.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True, "rid": "told"}) as answer:
+    with httpx2.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True, "rid": "explained"}) as answer:
         pieces = answer.iter_text()
         next(pieces)
-        running = httpx2.get(f"{url}/v1/requests/told/explain").json()["answers"][0]
+        running = httpx2.get(f"{url}/v1/requests/explained/explain").json()["answers"][0]
         assert running["state"] == "decode"
         "".join(pieces)
-    ended = httpx2.get(f"{url}/v1/requests/cmpl-told/explain").json()["answers"][0]
+    ended = httpx2.get(f"{url}/v1/requests/cmpl-explained/explain").json()["answers"][0]
     assert (ended["state"], ended["finish_reason"]) == ("ended", "length")
     assert ended["completion_tokens"] == BODY["max_tokens"]
     assert ended["stages_ms"]["decode"] > running["stages_ms"]["decode"]

@@ -34,5 +34,5 @@ def one_for_many(engine):
 
 
 def watched_mock(**options):
-    """A mock executor that checks every KV page it is told to read."""
+    """A mock executor that checks every KV page that it reads."""
     return load_executor(check_kv=True, **options)

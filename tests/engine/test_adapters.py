@@ -41,7 +41,7 @@ def test_a_name_means_what_is_loaded_under_it_now(llm, tmp_path):
     llm.unload_adapter("a")
     with pytest.raises(InvalidRequestError, match="no adapter 'a'"):
         ids(llm, "a")
-    # Other weights under the name: another answer, and nothing of the old prefix.
+    # Other weights under the name: another answer, and no hit on the old prefix.
     llm.load_adapter("a", make_adapter(tmp_path / "first", b"other weights"))
     second, cached = ids(llm, "a")
     assert (second != first, cached) == (True, 0)

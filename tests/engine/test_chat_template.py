@@ -17,7 +17,7 @@ PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if a
 
 def cases():
     if not CASES.exists():
-        return [pytest.param(None, marks=pytest.mark.skip("shared/chat_templates is not beside the checkout"))]
+        return [pytest.param(None, marks=pytest.mark.skip("shared/chat_templates is not next to the checkout"))]
     lines = [json.loads(line) for line in CASES.read_text(encoding="utf-8").splitlines()]
     return [pytest.param(case, id=case["name"]) for case in lines]
 

@@ -112,8 +112,8 @@ def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece(in_engine):
             deltas = [delta for delta in read if delta.index == index]
             assert "".join(delta.text for delta in deltas) == expected.text
             assert [token for delta in deltas for token in delta.token_ids] == expected.token_ids
-            told = [(entry.position, entry.token) for delta in deltas for entry in delta.logprobs]
-            assert told == [(entry.position, entry.token) for entry in expected.logprobs]
+            reported = [(entry.position, entry.token) for delta in deltas for entry in delta.logprobs]
+            assert reported == [(entry.position, entry.token) for entry in expected.logprobs]
             assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
             assert deltas[-1].completion_tokens == 200
             assert max(len(delta.token_ids) for delta in deltas) > 10
@@ -132,9 +132,9 @@ def test_a_client_that_leaves_is_followed_to_the_end(in_engine):
         while len(read) < 10:
             await asyncio.sleep(0.01)
         feeding.cancel()
-        told = [await asyncio.wait_for(ends.get(), 5.0) for _ in range(2)]
-        assert sorted(delta.index for delta in told) == [0, 1]
-        for delta in told:
+        reported = [await asyncio.wait_for(ends.get(), 5.0) for _ in range(2)]
+        assert sorted(delta.index for delta in reported) == [0, 1]
+        for delta in reported:
             assert (delta.finish.reason, delta.finish.cause) == ("abort", "client_gone")
             assert 0 < delta.completion_tokens < 2000
         assert manager.open_requests == 0
@@ -298,7 +298,7 @@ def test_token_ids_alone_need_no_detokenizer(before):
 
 
 def children():
-    """Our processes below this one; other tests may keep servers of their own."""
+    """Our processes below this one; other tests may run servers too."""
     return [child for child in psutil.Process(os.getpid()).children() if is_engines(child)]
 
 
@@ -387,22 +387,22 @@ def test_a_device_that_stays_broken_ends_the_engine_and_clients_hear_why(monkeyp
 
 class Heard:
     def __init__(self):
-        self.told = []
+        self.reported = []
 
     def rank_abandoned(self, rank):
-        self.told.append(f"rank {rank}")
+        self.reported.append(f"rank {rank}")
 
     def engine_dead(self, reason):
-        self.told.append(reason)
+        self.reported.append(reason)
 
 
-@pytest.mark.parametrize(("together", "told"), [(False, "rank 1"), (True, "it cannot load")])
-def test_ranks_that_compute_together_end_with_the_first_that_is_given_up(together, told):
+@pytest.mark.parametrize(("together", "reported"), [(False, "rank 1"), (True, "it cannot load")])
+def test_ranks_that_compute_together_end_with_the_first_that_is_given_up(together, reported):
     heard = Heard()
     watched = supervisor.Supervisor(replace(mock_config(), ranks=2, enable_dp_attention=together), None)
     watched.watch(heard)
     watched._give_up(1, "it cannot load")
-    assert heard.told == [told]
+    assert heard.reported == [reported]
 
 
 PARENT = """

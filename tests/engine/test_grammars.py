@@ -13,7 +13,7 @@ from tokenyard.scheduler.row_state import Gate
 
 
 class Compiling:
-    """An executor that takes some grammars, refuses others, and is stuck with the rest until told."""
+    """An executor that takes some grammars, refuses others, and works on the rest until it is released."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()

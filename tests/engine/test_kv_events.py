@@ -134,7 +134,7 @@ def test_what_was_missed_can_be_asked_for_again():
         publisher.close()
 
 
-def test_what_is_too_old_is_told_anew_as_a_whole():
+def test_a_subscriber_too_far_behind_gets_a_full_replay():
     publisher = KvEventPublisher(
         "tcp://127.0.0.1:*",
         replay_endpoint="tcp://127.0.0.1:*",
@@ -154,15 +154,15 @@ def test_what_is_too_old_is_told_anew_as_a_whole():
 def test_a_driver_tells_the_whole_cache_when_asked():
     call = RpcRequest(NO_REPLY, "publish_kv_snapshot")
     events, _ = run([submit(1, range(2, 10))], [call], enable_kv_events=True)
-    told = events[[event["type"] for event in events].index("AllBlocksCleared", 1) :]
-    before = events[: -len(told)]
-    assert [event for event in told if event["type"] == "BlockStored"]
+    replayed = events[[event["type"] for event in events].index("AllBlocksCleared", 1) :]
+    before = events[: -len(replayed)]
+    assert [event for event in replayed if event["type"] == "BlockStored"]
 
     def held(some):
         stored = [event for event in some if event["type"] == "BlockStored"]
         return {pair for event in stored for pair in zip(event["block_hashes"], event["token_ids"], strict=True)}
 
-    assert held(told) == held(before)
+    assert held(replayed) == held(before)
 
 
 @pytest.mark.parametrize(

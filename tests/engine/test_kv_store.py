@@ -48,7 +48,7 @@ class Trouble(MemoryStore):
 
 
 class Hang:
-    """Hangs whoever calls it until it is released."""
+    """Blocks each caller until it is released."""
 
     def __init__(self) -> None:
         self.reached, self._go = threading.Event(), threading.Event()
@@ -322,10 +322,10 @@ def test_all_is_stored_at_the_end(answer, policy):
 def test_what_it_says_of_itself(store):
     engine = Engine(store)
     engine.serve()
-    (told,) = engine.moves.describe()["tiers"].values()
-    assert told["loaded_bytes"] == 3 * PER_BLOCK * 16 * 8
-    assert (told["blocks"], told["loaded_tokens"], told["loading"]) == (3, 192, 0)
-    assert told["read_bytes_per_s"] > 0
+    (described,) = engine.moves.describe()["tiers"].values()
+    assert described["loaded_bytes"] == 3 * PER_BLOCK * 16 * 8
+    assert (described["blocks"], described["loaded_tokens"], described["loading"]) == (3, 192, 0)
+    assert described["read_bytes_per_s"] > 0
     engine.close()
 
 

@@ -1,7 +1,7 @@
 """Swap-out end to end: the engine's loops over a device that is a fake, with a tier in host memory, and too few pages.
 
-A row that gives way because pages have run out goes to host memory and comes back from there. The mock's KV marks move
-with the pages, so that a row which reads anything but its own history fails its step.
+A row that is retracted because pages have run out is copied to host memory and loaded from there. The mock's KV marks
+move with the pages, so that a row which reads anything but its own history fails its step.
 """
 
 import contextlib

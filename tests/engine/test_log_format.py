@@ -1,4 +1,4 @@
-"""The text log: a client cannot write a line of its own into it."""
+"""The text log: a client cannot inject a line into it."""
 
 import logging
 

@@ -334,8 +334,8 @@ def test_a_client_that_leaves_while_nothing_runs_is_told_of_the_end():
             await until(lambda: asyncio.sleep(0, len(read) > 5))
             await kill_and_wait(manager)
             feeding.cancel()
-            told = await asyncio.wait_for(ended.get(), 20)
-            assert told.finish.reason == "abort"
+            end = await asyncio.wait_for(ended.get(), 20)
+            assert end.finish.reason == "abort"
             assert manager.open_requests == 0
 
     asyncio.run(main())

@@ -47,7 +47,7 @@ def test_several_answers_are_several_requests_and_those_that_ended_none():
     assert record_of(wanted, {}, "m") is None
 
 
-def test_tokens_whose_logprobs_nobody_has_seen_are_computed_again():
+def test_tokens_whose_logprobs_were_not_delivered_are_computed_again():
     (made,) = specs_of(record_of(stream(logprobs=LogprobOptions(output=True, prompt_from=0)), ANSWER, "m"))
     assert (list(made.output_ids), made.logprobs.prompt_from) == ([11, 12], -1)
 

@@ -48,7 +48,7 @@ SETTINGS = SchedulerSettings(enable_priority_scheduling=True, priority_aging_s=0
 
 
 class Clock:
-    """Stands still until a function under test moves it."""
+    """A clock that advances only when a function under test moves it."""
 
     def __init__(self):
         self.now = 0
@@ -127,9 +127,9 @@ def test_a_slice_is_short_and_the_rest_follows():
     bench = Bench(slow)
     for number in range(1, 26):
         bench.submit(request(number))
-    told = [bench.poll() for _ in range(4)]
-    assert [len(updates) for updates in told] == [SLICE_NS // BUDGET_NS] * 2 + [5, 0]
-    assert [number for updates in told for number, _ in updates] == list(range(1, 26))
+    polled = [bench.poll() for _ in range(4)]
+    assert [len(updates) for updates in polled] == [SLICE_NS // BUDGET_NS] * 2 + [5, 0]
+    assert [number for updates in polled for number, _ in updates] == list(range(1, 26))
 
 
 def test_newcomers_go_before_the_round():

@@ -49,7 +49,7 @@ def test_a_call_gets_its_own_reply():
         ]
         one.handle_message(RpcReply(sent[1].call_id, 60))
         one.handle_message(RpcReply(sent[0].call_id))
-        one.handle_message(RpcReply(99, "nobody asked"))
+        one.handle_message(RpcReply(99, "not asked for"))
         assert await asyncio.gather(*calls) == [None, 60]
 
     asyncio.run(main())

@@ -41,7 +41,7 @@ def recorded_run(path, loop, depth, port, executor, **options):
 def test_the_loops_leave_a_tape_that_replays_even_through_failures(tmp_path, loop, depth):
     executor = FailingExecutor(watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8), collects=[6])
     twice = submit(7)
-    groups = [submit(1), submit(2, (9, 9))], [SetPolicy("nobody-has-this"), submit(3), twice, twice, Cancel([3])]
+    groups = [submit(1), submit(2, (9, 9))], [SetPolicy("unknown-policy"), submit(3), twice, twice, Cancel([3])]
     port = ScriptedPort(*groups, [submit(5, tokens=20)], [flush(1), snapshot(2)], [submit(6)])
     tape = recorded_run(tmp_path / "t", loop, depth, port, executor)
     report = replay(tape)
@@ -69,7 +69,7 @@ def test_without_a_tape_there_is_nothing_in_between():
     assert type(build_scheduler(config, watched_mock().info, None)) is Scheduler
 
 
-def test_a_tape_that_is_there_is_kept_and_nobody_else_may_read_the_new_one(tmp_path):
+def test_an_existing_tape_is_kept_and_only_its_owner_may_read_the_new_one(tmp_path):
     path = tmp_path / "t"
     path.write_bytes(b"old")
     tape = TapeFile(path)

@@ -27,7 +27,7 @@ def test_work_of_a_quarter_second_is_one_bin():
     assert [one["index"] for one in watch.latest(2, 13 * BIN_NS)] == [12]
 
 
-def test_it_is_forgotten_when_nobody_asks():
+def test_it_is_discarded_when_no_one_polls():
     watch = StepHistory()
     watch.latest(1, NS_PER_S)
     assert not watch.expired(NS_PER_S + IDLE_TIMEOUT_NS)

@@ -12,7 +12,7 @@ from tokenyard.engine.frontend.streams import Stream, StreamTable
 from tokenyard.engine.processes.messages import TextBatch
 
 
-def news(numbers, *, text="x", token=7, done=1, finished=(), logprobs=()):
+def batch(numbers, *, text="x", token=7, done=1, finished=(), logprobs=()):
     """A message with one token for each answer; `done` is how many each has then."""
     count = len(numbers)
     ones = np.ones(count, np.int32)
@@ -32,7 +32,7 @@ def letters(number, text):
     """One message for each letter, with tokens 0, 1, 2...; the last one ends the answer."""
     end = [Finish(number, "length", completion_tokens=len(text))]
     return [
-        news([number], text=letter, token=place, done=place + 1, finished=end if place + 1 == len(text) else ())
+        batch([number], text=letter, token=place, done=place + 1, finished=end if place + 1 == len(text) else ())
         for place, letter in enumerate(text)
     ]
 
@@ -53,7 +53,7 @@ def test_news_reach_their_own_stream_and_end_it():
         table, (one, two) = opened(2, 1)
         assert len(table) == 2
         ends = [Finish(3, "length"), Finish(1, "abort", cause="queue_full"), Finish(98, "stop")]
-        await table.deliver([news([3, 2, 99], finished=ends)])
+        await table.deliver([batch([3, 2, 99], finished=ends)])
         last = two.take()
         assert (last.text, last.index, last.prompt_tokens, last.finish.reason) == ("x", 0, 5, "length")
         assert two.take() is None
@@ -76,16 +76,16 @@ def test_messages_that_come_together_make_one_delta_of_each_answer():
         end = [Finish(1, "length", completion_tokens=3)]
         await table.deliver(
             [
-                news([1, 2], text="a", token=0, done=1, logprobs=scored[0]),
-                news([1, 3], text="b", token=1, done=2, logprobs=scored[1]),
-                news([1], text="c", token=2, done=3, logprobs=scored[2], finished=end),
+                batch([1, 2], text="a", token=0, done=1, logprobs=scored[0]),
+                batch([1, 3], text="b", token=1, done=2, logprobs=scored[1]),
+                batch([1], text="c", token=2, done=3, logprobs=scored[2], finished=end),
             ]
         )
-        merged, beside = both.take(), both.take()
+        merged, second = both.take(), both.take()
         assert (merged.index, merged.text, merged.token_ids, merged.completion_tokens) == (0, "abc", [0, 1, 2], 3)
         assert [entry.position for entry in merged.logprobs] == [0, 1, 2]
         assert merged.finish is end[0]
-        assert (beside.index, beside.text, beside.token_ids, beside.finish) == (1, "a", [0], None)
+        assert (second.index, second.text, second.token_ids, second.finish) == (1, "a", [0], None)
         assert (both.take(), both.open_answers) == (None, {1})
         assert other.take().text == "b"
 
@@ -95,14 +95,14 @@ def test_messages_that_come_together_make_one_delta_of_each_answer():
 def test_a_reader_that_has_left_is_told_of_ends_that_it_has_not_read_and_then_forgotten():
     async def main():
         table, (stream,) = opened(3)
-        await table.deliver([news([3], finished=[Finish(3, "stop")])])
+        await table.deliver([batch([3], finished=[Finish(3, "stop")])])
         assert stream.take().finish.reason == "stop"
-        await table.deliver([news([1], finished=[Finish(1, "length")])])
-        told = []
-        table.detach(stream, told.append)
+        await table.deliver([batch([1], finished=[Finish(1, "length")])])
+        reported = []
+        table.detach(stream, reported.append)
         assert table._detached.keys() == {2}
-        await table.deliver([news([2], finished=[Finish(2, "abort", completion_tokens=4)])])
-        assert [(delta.index, delta.finish.reason, delta.completion_tokens) for delta in told] == [
+        await table.deliver([batch([2], finished=[Finish(2, "abort", completion_tokens=4)])])
+        assert [(delta.index, delta.finish.reason, delta.completion_tokens) for delta in reported] == [
             (0, "length", 1),
             (1, "abort", 4),
         ]
@@ -114,11 +114,11 @@ def test_a_reader_that_has_left_is_told_of_ends_that_it_has_not_read_and_then_fo
 def test_the_end_of_an_answer_counts_even_if_its_stream_fails_before_it_is_read():
     async def main():
         table, (stream,) = opened(2)
-        await table.deliver([news([1], finished=[Finish(1, "length")])])
+        await table.deliver([batch([1], finished=[Finish(1, "length")])])
         stream.fail(OverloadedError("too slow"))
-        told = []
-        table.detach(stream, told.append)
-        assert [(delta.index, delta.finish.reason) for delta in told] == [(0, "length")]
+        reported = []
+        table.detach(stream, reported.append)
+        assert [(delta.index, delta.finish.reason) for delta in reported] == [(0, "length")]
         assert table._detached.keys() == {2}
 
     asyncio.run(main())
@@ -127,12 +127,12 @@ def test_the_end_of_an_answer_counts_even_if_its_stream_fails_before_it_is_read(
 def test_the_ends_of_a_lost_scheduler_reach_those_who_wait_for_them_after_their_reader_left():
     async def main():
         table, (stream, other) = opened(2, 1)
-        told = []
-        table.detach(stream, told.append)
+        reported = []
+        table.detach(stream, reported.append)
         other.client = SchedulerClient(lambda message: None)
-        table.detach(other, told.append)
+        table.detach(other, reported.append)
         table.end_detached(stream.client, Finish(0, "abort", cause="failed"))
-        ends = [(delta.index, delta.finish.number, delta.finish.cause, delta.prompt_tokens) for delta in told]
+        ends = [(delta.index, delta.finish.number, delta.finish.cause, delta.prompt_tokens) for delta in reported]
         assert ends == [(0, 1, "failed", 5), (1, 2, "failed", 5)]
         assert table._detached.keys() == {3}
 
@@ -198,7 +198,7 @@ def test_the_fault_of_a_reader_is_its_own():
 
         feeding = [asyncio.create_task(bad.feed(fail)), asyncio.create_task(good.feed(reader))]
         await asyncio.sleep(0)
-        assert await table.deliver([news([1, 2], finished=[Finish(2, "length")])]) == []
+        assert await table.deliver([batch([1, 2], finished=[Finish(2, "length")])]) == []
         with pytest.raises(ValueError, match="x"):
             await feeding[0]
         await feeding[1]
@@ -210,23 +210,23 @@ def test_the_fault_of_a_reader_is_its_own():
 def test_a_reader_that_is_cancelled_where_it_waits_cleans_up_and_reads_no_more():
     async def main():
         table, (stream,) = opened(1)
-        told = []
+        reported = []
 
         async def reader(delta):
             try:
                 await asyncio.Event().wait()
             finally:
-                told.append(delta.text)
+                reported.append(delta.text)
 
         feeding = asyncio.create_task(stream.feed(reader))
         await asyncio.sleep(0)
-        await table.deliver([news([1], text="a")])
+        await table.deliver([batch([1], text="a")])
         await asyncio.sleep(0)
         feeding.cancel()
         with pytest.raises(asyncio.CancelledError):
             await feeding
-        await table.deliver([news([1], text="b")])
-        assert told == ["a"]
+        await table.deliver([batch([1], text="b")])
+        assert reported == ["a"]
 
     asyncio.run(main())
 
@@ -237,7 +237,7 @@ def test_others_have_their_turn_while_the_news_of_many_streams_come():
         order = []
 
         async def deliver():
-            assert await table.deliver([news(range(1, 201)), news(range(1, 201))]) == []
+            assert await table.deliver([batch(range(1, 201)), batch(range(1, 201))]) == []
             order.append("delivered")
 
         async def probe():
@@ -256,9 +256,9 @@ def test_a_reader_that_is_too_slow_loses_its_stream(monkeypatch):
     async def main():
         table, (slow, other) = opened(1, 1)
         for _ in range(3):
-            assert await table.deliver([news([1])]) == []
-        assert await table.deliver([news([1, 2])]) == [slow]
-        assert await table.deliver([news([1, 2])]) == []
+            assert await table.deliver([batch([1])]) == []
+        assert await table.deliver([batch([1, 2])]) == [slow]
+        assert await table.deliver([batch([1, 2])]) == []
         with pytest.raises(OverloadedError, match="too slowly"):
             slow.take()
         assert other.take().text == "xx"

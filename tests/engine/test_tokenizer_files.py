@@ -138,11 +138,11 @@ def test_tokens_of_the_config_are_declared(tmp_path):
         str(size + 9): {"content": "<far>", "special": True},
         "300": {"content": word, "special": True},
     }
-    config = {"added_tokens_decoder": listed, "pad_token": "<nobody>", "additional_special_tokens": ["<end>"]}
+    config = {"added_tokens_decoder": listed, "pad_token": "<unlisted>", "additional_special_tokens": ["<end>"]}
     loaded = load_tokenizer(folder_of(tmp_path, tokenizer, **config))
     assert loaded.encode("a<tool><end>").ids[-2:] == [size, size + 1]
     assert loaded.token_to_id("<far>") is None
-    assert loaded.token_to_id("<nobody>") is None
+    assert loaded.token_to_id("<unlisted>") is None
     assert loaded.decode([size, size + 1, 300]) == "<tool>"
     assert loaded.decode([size, size + 1], skip_special_tokens=False) == "<tool><end>"
 

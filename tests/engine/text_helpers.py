@@ -20,7 +20,7 @@ def demo():
 def gpt2():
     path = SHARED / "tokenizers" / "gpt2" / "tokenizer.json"
     if not path.exists():
-        pytest.skip("the folder shared/tokenizers is not beside the checkout")
+        pytest.skip("the folder shared/tokenizers is not next to the checkout")
     return Tokenizer.from_file(str(path))
 
 

@@ -49,7 +49,7 @@ class CheckedAttention:
 
 
 class CheckedModel:
-    """Checks what a batch promises and what a step may touch; poisons what nobody may rely on."""
+    """Checks what a batch promises and what a step may touch; poisons memory that no step may read."""
 
     def __init__(self, inner, pool, pages):
         self._inner, self._pool, self._pages = inner, pool, pages

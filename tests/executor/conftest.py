@@ -41,7 +41,7 @@ def backend(request):
 
 @pytest.fixture
 def make_driver(folder):
-    """Make a driver over a tiny model in float32, computed by torch unless told."""
+    """Make a driver over a tiny model in float32, computed by torch by default."""
 
     def make(case="llama", *, page_size=1, max_total_tokens=1024, max_pool_rows=8, **options):
         executor = load_executor(

@@ -140,7 +140,7 @@ class Driver:
         )
 
     def _grow(self, sequence, tokens):
-        """Page writes up to a number of tokens: all pages the row was not told of yet."""
+        """Page writes up to a number of tokens: all pages that were not yet written to the row."""
         while len(sequence.pages) * self.info.page_size < tokens:
             sequence.pages.append(self.pages.pop())
         columns = range(sequence.written, len(sequence.pages))

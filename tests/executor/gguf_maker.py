@@ -132,7 +132,7 @@ SCALES_AT = {
 def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", spm=None, **changes):
     """Write `folder` as one GGUF file; returns the matrices as they read back, by Hugging Face name.
 
-    spm: tokens, scores, types and further keys of a SentencePiece tokenizer, to be written in the place of its own.
+    spm: tokens, scores, types and further keys of a SentencePiece tokenizer, written instead of the default one.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
     writer = gguf.GGUFWriter(target, architecture)

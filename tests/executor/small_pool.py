@@ -31,7 +31,7 @@ def serve_with_small_pool(executor, case, tokens=10):
 
 
 def run_all_kinds(driver, case):
-    """Have a driver compute whole prompts, a prompt in chunks beside decodes, and decodes; all tokens are right."""
+    """Have a driver compute whole prompts, a prompt in chunks with decodes, and decodes; all tokens are right."""
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 33)]
     *rows, late = [driver.start(prompt) for prompt in prompts]
     driver.step(*[(row, None) for row in rows])

@@ -23,7 +23,7 @@ class TableAttention:
         self.pool, self.pages, self.spec = pool, pages, spec
 
     def prepare(self, batch):
-        # Lengths on the host are those of the recording; nobody may look at them.
+        # Lengths on the host are those of the recording and must not be read.
         batch.starts = None
 
     def forward(self, layer, q, k, v, batch):

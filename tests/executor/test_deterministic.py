@@ -40,10 +40,10 @@ def load(folder, kind="full", **options):
     return load_executor(str(folder), device="cpu", load_format="dummy", **options)
 
 
-def computed(executor, prompt, chunk, *, beside=0):
+def computed(executor, prompt, chunk, *, other_rows=0):
     """KV of the prompt, [layers, 2, tokens, ...], and the logits behind it, computed in chunks next to other rows."""
-    driver = Driver(executor, seed=chunk + beside)
-    others = [driver.start(prompt_of(9, seed=number)) for number in range(beside)]
+    driver = Driver(executor, seed=chunk + other_rows)
+    others = [driver.start(prompt_of(9, seed=number)) for number in range(other_rows)]
     for other in others:
         driver.prefill(other)
     sequence = driver.start(prompt)
@@ -66,8 +66,8 @@ def test_bits_do_not_depend_on_the_schedule(tmp_path, monkeypatch, kind, level):
     executor = load(tmp_path, kind, page_size=4, threads=2)
     prompt = prompt_of(TOKENS, seed=5)
     whole = computed(executor, prompt, TOKENS)
-    for chunk, beside in ((700, 0), (64, 3), (5, 1), (1, 0)):
-        assert same(computed(executor, prompt, chunk, beside=beside), whole), f"chunks of {chunk}"
+    for chunk, other_rows in ((700, 0), (64, 3), (5, 1), (1, 0)):
+        assert same(computed(executor, prompt, chunk, other_rows=other_rows), whole), f"chunks of {chunk}"
 
 
 def test_without_it_bits_depend_on_the_schedule(tmp_path):

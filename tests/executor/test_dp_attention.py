@@ -17,7 +17,7 @@ TOKENS = 8
 
 
 def load_both(path, place, *changes):
-    """Two ranks, each in a thread of its own, over gloo."""
+    """Two ranks, each in its own thread, over gloo."""
     torch.set_num_threads(1)
     with ThreadPoolExecutor(2) as threads:
         jobs = [
@@ -58,7 +58,7 @@ def test_each_rank_answers_as_the_whole_model(folder, tmp_path, case):
     with both(folder(case), tmp_path) as ranks:
         first, second = (Driver(rank) for rank in ranks)
         judge(case, first, (1, 2))
-        # The other one had no step of its own.
+        # The other one had no rows.
         members = [rank.ranks.participant for rank in ranks]
         assert [member.idle_steps for member in members] == [0, members[1].rounds]
         with ThreadPoolExecutor(2) as threads:
@@ -91,7 +91,7 @@ def test_a_rank_that_goes_ends_the_others(folder, tmp_path):
         ranks[1].close()
         with pytest.raises(DeviceLostError, match=reason):
             driver.generate(sequence, 50)
-        # Who asks later is told too.
+        # A later request fails the same way.
         ranks[0].on_lost(reasons.append)
         assert reasons == [reason]
 

@@ -76,7 +76,7 @@ def test_the_record_follows_what_was_sampled_whether_verified_or_not():
     assert record.chance < 20
     before = record.chance
     record.observe(*count_accepted(ints(), ints(7)))
-    assert record.chance == before, "a step without drafts says nothing of them"
+    assert record.chance == before, "a step without drafts changes no acceptance rate"
     for _ in range(50):
         record.observe(*count_accepted(ints(1, 2, 3), ints(1)))
     assert record.chance > 950, "a row that went without drafts gets them back"

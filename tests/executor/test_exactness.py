@@ -35,7 +35,7 @@ def test_logits_are_close_to_those_of_transformers(make_driver, backend, case):
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-layers"])
 def test_rows_sample_at_several_positions(make_driver, backend, case):
-    # What a row with drafts to verify asks for, beside a decode and a chunk that samples once or not at all.
+    # What a row with drafts to verify asks for, next to a decode and a chunk that samples once or not at all.
     driver = make_driver(case, page_size=4, **backend)
     prompts = {4: prompt_of(40, seed=3), 1: prompt_of(23, seed=4), 0: prompt_of(50, seed=5), 2: prompt_of(9, seed=6)}
     rows = {samples: driver.start(prompt) for samples, prompt in prompts.items()}
@@ -59,16 +59,16 @@ def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypa
     monkeypatch.setattr(
         "tokenyard.executor.attention.reference.choose_torch_attention", lambda device, spec: attend(spec)
     )
-    run_chunks_beside_decodes(make_driver(case, page_size=page_size), case)
+    run_chunks_with_decodes(make_driver(case, page_size=page_size), case)
 
 
 @pytest.mark.parametrize("case", ["llama-odd", "mistral-window", "qwen3-layers"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_they_do_whatever_computes_them(make_driver, backend, case, page_size):
-    run_chunks_beside_decodes(make_driver(case, page_size=page_size, **backend), case)
+    run_chunks_with_decodes(make_driver(case, page_size=page_size, **backend), case)
 
 
-def run_chunks_beside_decodes(driver, case):
+def run_chunks_with_decodes(driver, case):
     prompts = [prompt_of(length, seed=length) for length in (3, 120, 45, 46)]
     late = prompt_of(33, seed=9)
     sequences = [driver.start(prompt) for prompt in prompts]
@@ -183,7 +183,7 @@ def test_steps_in_flight_read_each_others_tokens(make_driver, backend):
         assert sequence.output == greedy("qwen3", prompt, 7)
 
 
-def test_what_a_broken_request_left_behind_reaches_nobody(make_driver, backend):
+def test_what_a_failed_request_left_behind_reaches_no_other(make_driver, backend):
     driver = make_driver("llama", page_size=4, max_pool_rows=2, **backend)
     long, short = prompt_of(60, seed=14), prompt_of(9, seed=15)
     broken = driver.start(prompt_of(60, seed=16))

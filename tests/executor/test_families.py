@@ -1,4 +1,4 @@
-"""Families with parts of their own: what transformers computes, under any schedule, through every back end there is."""
+"""Families with layers that no other family has, against transformers, under any schedule and on every back end."""
 
 import json
 from pathlib import Path

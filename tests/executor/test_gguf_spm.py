@@ -110,7 +110,7 @@ def test_what_cannot_be_rebuilt_is_refused(tmp_path):
         resolve_model_path(str(tmp_path / "short.gguf"))
 
 
-@pytest.mark.skipif(not SOURCE.exists(), reason="needs shared/models/stories260K beside the checkout")
+@pytest.mark.skipif(not SOURCE.exists(), reason="needs shared/models/stories260K next to the checkout")
 def test_a_real_model_tells_its_story(tmp_path):
     expected = json.loads((SOURCE / "greedy_expected.json").read_text())
     convert(tmp_path / "folder")

@@ -17,35 +17,35 @@ ONE_LAYER = {
 
 
 def lines(capsys):
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert all(line.pop("at_s") >= 0.0 for line in told)
-    return told
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(line.pop("at_s") >= 0.0 for line in printed)
+    return printed
 
 
 @pytest.mark.slow
 def test_all_parts_run(capsys, tmp_path):
     assert gpu.measure(gpu.rehearsal(tmp_path))
-    told = lines(capsys)
-    assert not [line for line in told if "error" in line]
-    assert sum(line.get("tokens_as_on_cpu", False) for line in told) == 2 * len(gpu.EXACT_CASES)
-    steps = [line for line in told if line["part"] == "steps, tiny"]
+    printed = lines(capsys)
+    assert not [line for line in printed if "error" in line]
+    assert sum(line.get("tokens_as_on_cpu", False) for line in printed) == 2 * len(gpu.EXACT_CASES)
+    steps = [line for line in printed if line["part"] == "steps, tiny"]
     for figure in ("floor_share", "idle_share"):
         found = [(line["batch"], line["context"]) for line in steps if figure in line]
         assert found == [(1, 64), (4, 64), (1, 200), (4, 200)]
     assert sum("product_share" in line for line in steps) == 1
-    choices = [line for line in told if line["part"] == "choices, tiny"]
+    choices = [line for line in printed if line["part"] == "choices, tiny"]
     assert [line["same_tokens"] for line in choices] == [1, 4] * len(CHOICES)
-    assert all(line["ratio"] > 0 for line in told if line["part"] == "beside transformers, tiny")
-    [profile] = [line["profile"] for line in told if line["part"] == "profile, tiny"]
+    assert all(line["ratio"] > 0 for line in printed if line["part"] == "beside transformers, tiny")
+    [profile] = [line["profile"] for line in printed if line["part"] == "profile, tiny"]
     assert load_profile(Path(profile)).model == "tiny"
 
 
 def test_parts_that_would_begin_too_late_are_left_out(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "describe", lambda scale: iter([{"device": "none"}]))
     assert gpu.measure(gpu.rehearsal(tmp_path), limit_s=-1.0)
-    told = lines(capsys)
-    assert len(told) == 7
-    assert all("left_out" in line for line in told)
+    printed = lines(capsys)
+    assert len(printed) == 7
+    assert all("left_out" in line for line in printed)
 
 
 def test_operations_of_a_prompt_are_those_of_its_products():

@@ -357,14 +357,14 @@ def test_a_draft_behind_which_nothing_is_known_is_withdrawn(store, grammar, draf
 
 def test_drafts_are_what_the_grammar_forces_or_what_it_allows_of_others(store):
     rows = begun(store, 'start: "Once upon a time " /[a-z]+/')
-    forced, told = rows.drafts(3, np.zeros(0, np.int32), 20)
-    assert told
+    forced, changed = rows.drafts(3, np.zeros(0, np.int32), 20)
+    assert changed
     assert len(forced) > 2
     assert forced.tolist() == ids_of("Once upon a time")[: len(forced)]
     assert rows.drafts(3, np.zeros(0, np.int32), 2)[0].tolist() == forced[:2].tolist()
     proposed = np.array([*ids_of("Once upon a time he"), EOS, 5], np.int32)
-    longer, told = rows.drafts(3, proposed, 20)
-    assert told
+    longer, changed = rows.drafts(3, proposed, 20)
+    assert changed
     assert longer.tolist() == proposed[:-1].tolist()
     free = np.array([9, 9], np.int32)
     assert rows.drafts(4, free, 20)[0] is free

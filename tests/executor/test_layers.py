@@ -68,7 +68,7 @@ def test_no_step_reads_a_token_that_is_not_sampled_yet(make_driver):
     driver.step((first, 1))
 
 
-def test_a_row_that_starts_anew_does_not_wait_for_a_step_that_was_lost():
+def test_a_restarted_row_does_not_wait_for_a_step_that_was_lost():
     unsampled = DelayedSamplingRows(4)
     unsampled.launch(decode(1, [2], [5], delay_sampling=True))
     unsampled.launch(chunk(2, 2, [7, 8, 9], 0, 3))

@@ -1,4 +1,4 @@
-"""Rows with LoRA adapters give what the model with the merged weights gives, whatever is beside them."""
+"""Rows with LoRA adapters give what the model with the merged weights gives, whatever other rows are in the step."""
 
 import copy
 import math
@@ -66,7 +66,7 @@ def test_logits_are_those_of_merged_weights(lora_driver, backend, case):
 
 @pytest.mark.parametrize("long", [5, 90])
 def test_rows_with_several_adapters_and_none_do_not_see_each_other(lora_driver, backend, long):
-    # Chunks and decodes of four kinds in each step; with long chunks each adapter's tokens are a product of their own.
+    # Chunks and decodes of four kinds in each step; with long chunks each adapter's tokens are a separate product.
     driver, models = lora_driver(**backend)
     wanted = {0: (None, 7), 1: (models[1], long), 2: (models[2], 4), 3: (models[3], long + 2)}
     prompts = {number: prompt_of(length, seed=number) for number, (_, length) in wanted.items()}

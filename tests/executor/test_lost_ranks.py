@@ -32,7 +32,7 @@ def executor():
 
 
 def listen(executor):
-    """Note what is told of a loss."""
+    """Record what is reported about a loss."""
     heard, reasons = threading.Event(), []
     executor.on_lost(lambda why: (reasons.append(why), heard.set()))
     return heard, reasons
@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_start_says_why():
 
 
 def refused_by_followers(**options):
-    """Load with options that only the other ranks are told."""
+    """Load with options that only the other ranks get."""
     ranks = rank0.ModelRanks(str(DEMO_MODEL), 2, OPTIONS | options)
     try:
         ranks.agree(INFO)

@@ -1,7 +1,7 @@
 """The native kernels of every instruction set against float64, on random inputs, odd sizes and poisoned memory.
 
 Bounds: float32 results stay within a few hundred roundings of the sum of magnitudes, bfloat16 ones within two
-roundings of bfloat16 of it beside those of inputs, which are exact here.
+roundings of bfloat16 of it in addition to those of inputs, which are exact here.
 """
 
 import ctypes

@@ -107,7 +107,7 @@ def test_bfloat16_and_int8_with_adapters_are_near_float64(folder, monkeypatch, a
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_is_the_same_bit_for_bit_beside_other_adapters(folder, adapters, dtype, quantization):
+def test_a_row_is_the_same_bit_for_bit_with_other_adapters(folder, adapters, dtype, quantization):
     driver = driver_of(load(folder, "llama-odd", dtype, quantization=quantization), adapters("llama-odd"))
     # Slots of rows side by side: runs of one adapter, of none, and singles.
     numbers = [1, 1, 1, 1, 1, 0, 2, 3, 0, 2]

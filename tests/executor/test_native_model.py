@@ -118,7 +118,7 @@ def test_a_decode_is_the_same_bit_for_bit_in_any_batch(folder, case, dtype, quan
     assert torch.equal(together.logits[sequences.index(rows[1])], alone.logits[0])
 
 
-def test_poison_in_free_pages_and_outputs_reaches_nobody(folder):
+def test_poison_in_free_pages_and_outputs_reaches_no_answer(folder):
     driver = Driver(load(folder, "mistral-window", "native", "float32", page_size=4))
     prompt = prompt_of(60, seed=4)
     expected = driver.generate(driver.start(prompt), 6)

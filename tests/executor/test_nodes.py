@@ -75,7 +75,7 @@ def tcp_pair():
         return door.accept()[0], right
 
 
-def test_messages_arrive_in_order_and_none_that_nobody_signed():
+def test_messages_arrive_in_order_and_unsigned_ones_are_dropped():
     (node_0, hello), (node_1, _) = ends()
     assert hello.node == 1
     node_1.send(NodePlan(b"a" * 100_000))

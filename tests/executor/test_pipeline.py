@@ -161,7 +161,7 @@ def test_processes_with_plans_in_flight_compute_what_one_computes(stages, depth)
 
 
 def test_stages_work_ahead_of_what_is_collected(stages):
-    """The first stage computes the chunks of a prompt while nobody has asked for the first of them."""
+    """The first stage computes the chunks of a prompt before the first of them is collected."""
     driver = Driver(stages)
     sequence = driver.start(prompt_of(24, seed=5))
     flying = [driver.launch((sequence, 8)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Quantized checkpoints load as what their numbers say, told by a reader that takes one number at a time."""
+"""Quantized checkpoints load as the values they encode, according to a reader that decodes one number at a time."""
 
 import json
 from pathlib import Path

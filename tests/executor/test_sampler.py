@@ -129,7 +129,7 @@ def test_filters_keep_what_the_naive_version_keeps(vocab):
         assert torch.equal(alone[0], together[row])
 
 
-def test_a_long_top_k_beside_a_short_nucleus():
+def test_a_long_top_k_with_a_short_nucleus():
     logits = random_logits(2, 5000, seed=6)
     params = [SamplingParams(top_k=2000, top_p=0.97), SamplingParams(top_p=0.3)]
     found = top_k_top_p.apply_top_k_top_p(logits, torch.tensor([2000, 5000]), torch.tensor([0.97, 0.3]), 5000)
@@ -216,7 +216,7 @@ def test_penalties_follow_the_tokens_sampled_so_far():
     assert len(set(output)) > 5
 
 
-def test_a_row_taken_anew_forgets_its_penalties():
+def test_a_reused_row_has_no_penalties():
     params = SamplingParams(temperature=0.0, presence_penalty=2.0)
     sampler = make_sampler(params)
     logits = torch.zeros(1, VOCAB)

@@ -12,7 +12,7 @@ from tests.executor.stories260k import SOURCE, convert, read_pieces
 from tests.executor.tiny_models import DEVICE
 from tokenyard.executor.model_loader import load_executor
 
-pytestmark = pytest.mark.skipif(not SOURCE.exists(), reason="needs shared/models/stories260K beside the checkout")
+pytestmark = pytest.mark.skipif(not SOURCE.exists(), reason="needs shared/models/stories260K next to the checkout")
 
 BOS = 1
 

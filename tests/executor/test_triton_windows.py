@@ -1,4 +1,4 @@
-"""Layers with a window in a KV pool of their own, attended by Triton: float64, transformers, and recorded steps."""
+"""Layers with a window in their own KV pool, attended by Triton: float64, transformers, and recorded steps."""
 
 from pathlib import Path
 

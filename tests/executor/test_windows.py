@@ -1,4 +1,4 @@
-"""Models whose layers with a window have a KV pool of their own, against transformers and a pool that keeps all."""
+"""Models whose layers with a window have their own KV pool, against transformers and a pool that keeps all."""
 
 from dataclasses import replace
 

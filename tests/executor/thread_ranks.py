@@ -1,4 +1,4 @@
-"""A model over several ranks within one process: the judge of what ranks in processes of their own compute.
+"""A model over several ranks within one process: the reference for ranks in separate processes.
 
 Each rank is a thread with its part of the weights and of the KV; sums are taken in the order of the ranks.
 """

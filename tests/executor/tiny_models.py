@@ -166,7 +166,7 @@ FAMILY_CASES = {
         },
     ),
 }
-"""Families with parts of their own."""
+"""Families with layers that no other family has."""
 
 GGUF_CASES = {"gpt-oss-7": (GptOssConfig, {**FAMILY_CASES["gpt-oss"][1], "swiglu_limit": 7.0})}
 """What a GGUF file can say; it has no word for the limit."""

@@ -100,7 +100,7 @@ def test_a_store_that_hangs_or_is_gone_is_left_alone_for_a_while(valkey, monkeyp
     assert (store.count_stored(DIGESTS), store.count_maybe_stored(DIGESTS)) == (0, 0)
     with pytest.raises(RespError, match="is away"):
         store.put(DIGESTS[1], content(1))
-    assert len(valkey.asked) == asked, "nobody is asked"
+    assert len(valkey.asked) == asked, "the store is not asked"
 
     clock.now += PAUSE_S
     assert store.blocks == 0, "it may come back empty"

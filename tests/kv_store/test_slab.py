@@ -90,7 +90,7 @@ def test_what_a_crash_cut_short_is_skipped_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 100, FILE_HEAD_BYTES])
-def test_a_slab_without_a_header_is_begun_anew(tmp_path, size):
+def test_a_slab_without_a_header_is_recreated(tmp_path, size):
     path = tmp_path / "slab-0000.kv"
     path.write_bytes(bytes(size))
     store = opened(tmp_path)

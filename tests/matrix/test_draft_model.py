@@ -45,7 +45,7 @@ def make_yard(executor, depth=1, page_size=4):
         clip_max_new_tokens=1,
     )
     if executor._drafter is not None:
-        # Tiny models take as long as their drafts; here drafts shall take no time, so that only being right counts.
+        # Tiny models take as long as their drafts; here drafts take no time, so that only acceptance counts.
         executor._drafter._clock = lambda: 0.0
     return Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
 

@@ -1,4 +1,4 @@
-"""Greedy tokens are those of transformers under every policy, whoever is preempted, paused, retracted or changed."""
+"""Greedy tokens are those of transformers under every policy, with preemption, pauses, retraction and changes."""
 
 from dataclasses import replace
 

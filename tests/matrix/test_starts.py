@@ -20,7 +20,7 @@ WINDOWED = (
     *("mistral-window", "qwen2-window", "qwen3-layers", "qwen3-moe-mixed", "phi3-partial-window", "gemma2"),
     *("gemma2-plain", "gemma3", "gpt-oss"),
 )
-"""Families whose layers with a window have a KV pool of their own."""
+"""Families whose layers with a window have their own KV pool."""
 
 MEASURED = {
     "NGRAM": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},

@@ -97,7 +97,7 @@ def test_a_current_one_that_cannot_be_beaten_may_stand_alone():
 
 @pytest.mark.parametrize("met", [0.0, 0.5, 0.97, 0.9708, 0.98, 1.0])
 @pytest.mark.parametrize("ttft_s", [0.0, 0.09, 0.2, 5.0])
-def test_what_cannot_be_beaten_is_beaten_by_nobody(met, ttft_s):
+def test_a_perfect_score_is_not_beaten(met, ttft_s):
     current = CandidateScore("fcfs", met, ttft_s)
     others = [CandidateScore("slo", other / 1000, wait / 100) for other in range(1001) for wait in (0, 5, 20)]
     others += [CandidateScore("slo", met, wait / 100) for wait in range(100)]

@@ -114,7 +114,7 @@ def test_an_urgent_newcomer_takes_the_place_of_a_decode_and_does_not_lose_it_aga
     assert yard.finished[urgent].finished_ns < max(yard.finished[number].finished_ns for number in low)
 
 
-# ---- who is put last ---------------------------------------------------------------------------------------------
+# ---- which requests are deferred ------------------------------------------------------------------------------------
 
 
 def test_the_largest_request_of_those_that_cannot_all_be_met_is_put_last():
@@ -125,7 +125,7 @@ def test_the_largest_request_of_those_that_cannot_all_be_met_is_put_last():
     assert defer(yard) == [large]
 
 
-def test_nobody_is_put_last_while_all_deadlines_can_be_met():
+def test_no_request_is_deferred_while_all_deadlines_can_be_met():
     yard = make_clocked(schedule_policy="slo")
     for index in range(8):
         yard.submit(prompt(1000), **due(1200 + index))
@@ -141,7 +141,7 @@ def test_whoever_cannot_be_met_even_alone_does_not_cost_others_their_place():
     assert defer(yard) == [hopeless]
 
 
-def test_whoever_is_put_last_is_served_when_nobody_else_wants_to_be():
+def test_deferred_requests_are_served_when_no_other_waits():
     yard = make_clocked(schedule_policy="slo")
     hopeless = yard.submit(prompt(3000), max_new=1, **due(10))
     yard.rest()
@@ -240,7 +240,7 @@ def test_whoever_is_put_last_returns_once_its_deadline_can_be_met():
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60), st.booleans()), min_size=1, max_size=9),
 )
 @settings(max_examples=examples(200), deadline=None)
-def test_whoever_returns_is_in_time_and_makes_nobody_late(jobs):
+def test_a_request_that_returns_is_in_time_and_makes_no_other_late(jobs):
     jobs.sort(key=lambda job: job[1])
     work, deadlines, left_out = (np.array(column) for column in zip(*jobs, strict=True))
     found = _rows_to_restore(0.0, work.astype(float), deadlines.astype(float), left_out)
@@ -322,7 +322,7 @@ def test_whoever_is_put_last_leaves_room_for_those_who_can_be_in_time():
 
 
 @pytest.mark.parametrize(("wait_s", "start_s"), [(8.0, 4.3), (-1.0, 0.0)])
-def test_nobody_waits_for_room_longer_than_half_of_the_longest_wait(wait_s, start_s):
+def test_no_request_waits_for_room_longer_than_half_of_the_longest_wait(wait_s, start_s):
     slow = LinearCost(LinearTerms(step_ms=0.0, floor_ms=40.0, dense_ms=1.0, token_ms=0.1, context_ms=0.0, area_ms=0.0))
     yard = make_clocked(schedule_policy="slo", pages=12_000, slo_max_wait_s=wait_s, cost=slow)
     yard.submit(prompt(6000), max_new=200, **due(5000))

@@ -108,7 +108,7 @@ def late_among_busy(saved_tokens):
     return sum(number in busy for number in between)
 
 
-def test_nobody_saves_up_service_by_staying_away():
+def test_an_idle_tenant_saves_up_no_service():
     # Without the lift, all of `late` would come before the next of `busy`.
     assert late_among_busy(0) >= 7
 

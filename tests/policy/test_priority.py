@@ -106,7 +106,7 @@ def test_a_full_batch_gives_way_from_a_difference_above_the_threshold_of_10(prio
     run_until_all_run(yard)
     urgent = yard.submit([9, 9], max_new=30, priority=priority)
     yard.launch()
-    assert admitted(yard) == ({first, urgent} if preempts else {first, second}), "the latest arrival gives way"
+    assert admitted(yard) == ({first, urgent} if preempts else {first, second}), "the latest arrival is preempted"
     yard.run()
     assert all(finish.completion_tokens == 30 for finish in yard.finished.values())
     assert yard.finished[second].retractions == preempts
@@ -154,7 +154,7 @@ def test_pages_are_taken_from_the_least_urgent_and_nothing_is_lost(depth):
     assert all(yard.finished[number].retractions for number in low[:2])
 
 
-def test_nobody_gives_way_if_that_would_not_be_enough():
+def test_no_request_is_preempted_if_that_would_not_be_enough():
     yard = make_yard(pages=64, rows=8, **NO_AGING, prefill_max_requests=-1)
     low = yard.submit([5] * 10, max_new=12, priority=0)
     peer = yard.submit([6] * 30, max_new=12, priority=50)
@@ -164,7 +164,7 @@ def test_nobody_gives_way_if_that_would_not_be_enough():
     assert admitted(yard) == {low, peer}
 
 
-def test_a_shared_prefix_counts_once_nobody_else_holds_it():
+def test_a_shared_prefix_counts_once_no_other_request_holds_it():
     yard = make_yard(pages=80, rows=8, **NO_AGING, prefill_max_requests=-1)
     first = yard.submit([5] * 40 + [6], max_new=10, priority=0)
     yard.launch()

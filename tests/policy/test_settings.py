@@ -196,7 +196,7 @@ def test_what_makes_no_sense_is_refused_at_the_start(flags, words):
     assert "\n" not in caught.value.message
 
 
-def test_a_tenant_without_a_quota_is_served_beside_those_that_have_one():
+def test_a_tenant_without_a_quota_is_served_next_to_those_that_have_one():
     tenants = {"a": TenantSettings(kv_share=1.0, weight=5.0), "b": TenantSettings(max_running=1)}
     chosen = SchedulerSettings(max_running_requests=6, context_length=512, schedule_policy="vtc", tenants=tenants)
     yard = ClockedYard(chosen, make_info(200, 1, 6, 512), COST)

@@ -106,7 +106,7 @@ def test_borrowed_kv_is_given_back_to_its_owner(policy):
     borrowers = [yard.submit(prompt(200), max_new=300, tenant="borrower") for _ in range(4)]
     for _ in range(20):
         yard.turn()
-    assert len(yard.scheduler.state.running) == 4, "what nobody else uses may be borrowed"
+    assert len(yard.scheduler.state.running) == 4, "unused capacity may be borrowed"
     owner = yard.submit(prompt(300), max_new=100, tenant="owner")
     for _ in range(3):
         yard.turn()

@@ -159,7 +159,7 @@ class Allowance:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_puts_fcfs_in_its_place_and_harms_nobody(module, mistake):
+def test_a_mistake_puts_fcfs_in_its_place_and_fails_no_request(module, mistake):
     path = add(module, broken(*MISTAKES[mistake]))
     # Levels decide who preempts, so the question does not reach a policy inside.
     levels = not mistake.startswith("outranked")
@@ -198,7 +198,7 @@ def frozen_budget(**fields):
     ],
 )
 @pytest.mark.parametrize("around", [{}, {"enable_priority_scheduling": True, "enable_service_levels": True}])
-def test_a_policy_that_lets_nobody_start_does_not_hang_the_engine(module, mistake, around):
+def test_a_policy_that_starts_no_request_does_not_hang_the_engine(module, mistake, around):
     yard = make_yard(schedule_policy=add(module, broken(*mistake)), chunked_prefill_size=4, **around)
     numbers = [yard.submit([5 + i] * 9) for i in range(3)]
     yard.run()

@@ -52,7 +52,7 @@ def test_overtaking_is_bounded_by_putting_the_longest_waiting_in_front():
     first = yard.submit([5] * 10, max_new=1)
     second = yard.submit([6] * 10, max_new=2)
     third, fourth = (yard.submit([7 + i] * 10, max_new=9) for i in range(2))
-    assert line(yard) == [third, fourth, second, first], "nobody has started yet"
+    assert line(yard) == [third, fourth, second, first], "no request has started yet"
     for expected in (third, fourth, first, second):
         yard.launch()
         yard.commit()
@@ -79,8 +79,8 @@ def test_a_row_that_is_put_in_front_is_not_looked_for_again():
 
 
 def overtaken_tokens(yard):
-    """By number of a request, the prompt tokens of later arrivals that start before it although its tenant has nobody
-    running; filled as the yard runs.
+    """By number of a request, the prompt tokens of later arrivals that start before it although its tenant runs none;
+    filled as the yard runs.
     """
     overtaken = Counter()
     state = yard.scheduler.state
@@ -126,7 +126,7 @@ def test_no_order_passes_more_tokens_than_the_bound(policy, bound, arrivals, eve
     assert max(watch.values(), default=0) <= bound
 
 
-def test_who_is_held_back_by_a_limit_is_not_passed_anew_each_time():
+def test_a_request_held_back_by_a_limit_is_not_overtaken_again_each_time():
     yard = make_yard(schedule_policy="lof", max_overtaken_tokens=50, tenants={"t": TenantSettings(max_running=1)})
     held = yard.submit([5] * 10, max_new=1, tenant="t")
     long = [yard.submit([6 + index] * 40, max_new=8, tenant="t") for index in range(6)]

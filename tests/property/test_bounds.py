@@ -35,7 +35,7 @@ def mixed(*more):
 
 @settings(max_examples=examples(40), deadline=None)
 @given(arrivals=mixed(), every=st.integers(1, 4))
-def test_fcfs_lets_nobody_pass(arrivals, every):
+def test_fcfs_lets_no_request_overtake(arrivals, every):
     yard = make_yard(rows=3, prefill_max_requests=2)
     watch_admissions(yard, lambda row, hit, earlier: check(not earlier))
     run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
@@ -83,7 +83,7 @@ def test_aging_bounds_who_may_pass(arrivals, every, inner, low_first, threshold)
 
 @settings(max_examples=examples(40), deadline=None)
 @given(arrivals=mixed(), every=st.integers(1, 4))
-def test_mlfq_lets_nobody_pass_who_comes_later_than_the_promotion(arrivals, every):
+def test_mlfq_lets_no_request_overtake_that_arrives_after_the_promotion(arrivals, every):
     yard = make_yard(
         rows=2, prefill_max_requests=2, schedule_policy="mlfq", policy_options={"quantum_tokens": 4, "promote_s": 5.0}
     )

@@ -76,7 +76,7 @@ def draft_for(yard, numbers):
     """Leave drafts to the requests `numbers`, with a chance at which they pay, however often they are right."""
     collect = yard.executor.collect
 
-    def told(ticket):
+    def reported(ticket):
         result, step = collect(ticket), ticket.plan.step
         plan = next(plan for plan in reversed(yard.plans) if plan.step == step)
         owners = [yard.scheduler.request_number(plan, place) for place in range(len(plan.pool_rows))]
@@ -84,7 +84,7 @@ def draft_for(yard, numbers):
         result.chances[:] = 900
         return result
 
-    yard.executor.collect = told
+    yard.executor.collect = reported
 
 
 def served(yard, numbers):

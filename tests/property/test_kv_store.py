@@ -18,7 +18,7 @@ TURNS = 150
 
 
 def alone() -> list[list[int]]:
-    """The answer to each prompt by a scheduler of its own without a store."""
+    """The answer to each prompt by a separate scheduler without a store."""
     answers = []
     for tokens in PROMPTS:
         yard = make_yard(enable_hierarchical_cache=False)
@@ -47,8 +47,8 @@ class Chaos:
 
     def turn(self) -> None:
         rng, below, yard = self.rng, self.below, self.yard
-        deed = rng.choice(["ask", "run", "run", "run", "keep", "keep", "bring", "bring", "cancel", "pause", "forget"])
-        match deed:
+        action = rng.choice(["ask", "run", "run", "run", "keep", "keep", "bring", "bring", "cancel", "pause", "forget"])
+        match action:
             case "ask":
                 which = rng.randrange(len(PROMPTS))
                 self.asked[below.submit(PROMPTS[which], max_new=12)] = which

@@ -3,7 +3,7 @@
 | way | quantity |
 |---|---|
 | a more urgent request (priority, edf, slo) | the sum of the keys that hold a place, or have one reserved |
-| mlfq | the level of whoever holds the place; the level of a request itself only sinks |
+| mlfq | the level of the request that holds the place; a request's level only sinks |
 | a share of the pool | tokens that tenants hold beyond their shares, then rows of these tenants |
 | pages run out | tokens still to be computed: a row comes back after an end, or with a page for each running row |
 | prefills that hold all pages | prefills; the oldest keeps its pages |
@@ -102,7 +102,7 @@ class UrgencyWatch(Watched):
         super().on_admit(row)
         preemptor = self.state.table.row_of(self.waits_for.pop(int(self.state.table.number[row]), -1))
         if preemptor is not None and self.state.table.state[preemptor] == RowState.WAITING:
-            raise BrokenRun("undone: a victim is back before the request that it gave way to")
+            raise BrokenRun("undone: a victim is back before the request that preempted it")
 
 
 @pytest.mark.parametrize("way", URGENCY)

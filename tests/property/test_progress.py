@@ -1,4 +1,4 @@
-"""Bounds on waiting speak of progress: they hold anew each time that a request has lost its place.
+"""Bounds on waiting speak of progress: they hold again each time that a request has lost its place.
 
 One long request in a pool that is too small stands against a flood of requests that its policy prefers. Each time that
 it waits, what has passed it stays within the bound that the policy states (docs/policies.md).

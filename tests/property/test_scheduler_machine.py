@@ -36,7 +36,7 @@ AROUND = (
     {"max_overtaken_tokens": 30},
     PRIORITIES | {"enable_service_levels": True, "max_overtaken_tokens": 60},
 )
-BESIDE = (
+OTHER_SETTINGS = (
     {},
     {"headroom": "history", "retraction_policy": "newest"},
     {"headroom": "past-future", "retraction_policy": "slack", "step_budget": "time", "slo_chunk_tokens": 8},
@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     check_kv = False
 
     def windows(self, data, tokens, page_size):
-        """The layers with a window that have a pool of their own."""
+        """The layers with a window, which have their own pool."""
 
     @initialize(
         depth=st.integers(1, 3),
@@ -64,15 +64,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         no_cache=st.booleans(),
         policy=st.sampled_from(sorted(POLICIES)),
         around=st.sampled_from(AROUND),
-        beside=st.sampled_from(BESIDE),
+        others=st.sampled_from(OTHER_SETTINGS),
         tokens=st.sampled_from([48, 64, 160]),
         eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
         data=st.data(),
     )
-    def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, beside, tokens, eviction, data):
+    def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, others, tokens, eviction, data):
         rows = 4
         self.depth = depth
-        if beside.get("enable_dynamic_chunking"):
+        if others.get("enable_dynamic_chunking"):
             chunk = 8
         self.settings = SchedulerSettings(
             page_size=page_size,
@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_batch_prefix_caching_check_threshold=4,
             in_batch_prefix_caching_deprioritize_threshold=4,
             **around,
-            **beside,
+            **others,
         )
         info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT, self.windows(data, tokens, page_size))
         executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=(3, 20), check_kv=self.check_kv)

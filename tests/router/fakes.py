@@ -86,7 +86,7 @@ class FakeWorker:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self):
-        """Die: nobody listens any more and all connections break."""
+        """Die: stop listening and break all connections."""
         self._server.close()
         for writer in list(self._writers):
             writer.transport.abort()

@@ -1,4 +1,4 @@
-"""Clients and workers that do what they must not: a clear error or safe handling, and nobody else's work is lost."""
+"""Clients and workers that break the protocol: a clear error or safe handling, and no other request is lost."""
 
 import asyncio
 import json
@@ -262,7 +262,7 @@ def test_a_worker_that_lies_is_passed_over(name):
     run(main())
 
 
-def test_a_worker_that_talks_unasked_is_hung_up_on_and_harms_nobody():
+def test_a_worker_that_sends_unasked_is_disconnected_and_fails_no_other_request():
     async def main():
         async def chatty(asked, writer):
             writer.write(answer({"n": 1}))

@@ -1,4 +1,4 @@
-"""A worker that dies in the middle of a stream is replaced, and the client sees nothing of it."""
+"""A worker that dies in the middle of a stream is replaced, and the client does not notice."""
 
 import asyncio
 import json
@@ -229,7 +229,7 @@ def test_another_engine_goes_on_with_prompt_and_answer_as_its_prompt(path):
             got = await client.ask("POST", path, ask(path, max_tokens=8, temperature=0))
             *events, end = got.events
             assert end == "[DONE]"
-            said = [choice for told in events for choice in told["choices"]]
+            said = [choice for sent in events for choice in sent["choices"]]
             texts = [c["delta"]["content"] if path == CHAT else c["text"] for c in said]
             assert texts == [f" t{i}" for i in range(8)]
             assert events[-1]["usage"]["prompt_tokens"] == 2
@@ -263,18 +263,18 @@ def test_ways():
 def test_a_text_that_looks_like_token_ids_is_left_alone():
     continuation = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
     text = json.dumps({"choices": [{"text": ',"token_ids":[1,2]', "finish_reason": None}]}).encode()
-    told = continuation.feed(b"data: " + text[:-3] + b', "token_ids": [5]}]}\n\n')
+    sent = continuation.feed(b"data: " + text[:-3] + b', "token_ids": [5]}]}\n\n')
     assert continuation.tokens == [5]
-    assert json.loads(told[6:])["choices"][0]["text"] == ',"token_ids":[1,2]'
-    assert "token_ids" not in json.loads(told[6:])["choices"][0]
+    assert json.loads(sent[6:])["choices"][0]["text"] == ',"token_ids":[1,2]'
+    assert "token_ids" not in json.loads(sent[6:])["choices"][0]
 
 
 def test_pieces_of_events_are_put_together():
     stream = b"".join(b'data: {"choices":[{"text":"%d","token_ids":[%d]}]}\n\n' % (i, i) for i in range(20))
     for size in (1, 7, 50, 5000):
         continuation = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
-        told = b"".join(continuation.feed(stream[i : i + size]) for i in range(0, len(stream), size))
-        assert told == b"".join(b'data: {"choices":[{"text":"%d"}]}\n\n' % i for i in range(20))
+        sent = b"".join(continuation.feed(stream[i : i + size]) for i in range(0, len(stream), size))
+        assert sent == b"".join(b'data: {"choices":[{"text":"%d"}]}\n\n' % i for i in range(20))
         assert continuation.tokens == list(range(20))
 
 

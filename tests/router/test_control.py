@@ -349,7 +349,7 @@ class TestRanks:
         run(main())
 
 
-def test_a_worker_that_started_anew_is_known_by_its_boot_id():
+def test_a_restarted_worker_is_recognized_by_its_boot_id():
     async def main():
         async with FakeWorker(info={"boot_id": "one"}) as worker, routing(worker) as (router, client):
             await client.complete("x " * 900)

@@ -1,4 +1,4 @@
-"""Prefill and decode on different workers: SGLang's way and vLLM's, the ranks that each side is told, and failures."""
+"""Prefill and decode on different workers: SGLang's and vLLM's protocols, the ranks that each side gets, failures."""
 
 import asyncio
 import json

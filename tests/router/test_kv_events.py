@@ -59,9 +59,9 @@ def test_the_index_follows_what_a_worker_publishes():
             name = str(router.workers.find("w0").url)
             number = 0
 
-            async def publish(*told):
+            async def publish(*parts):
                 nonlocal number
-                publisher.send_multipart(message(number, *told))
+                publisher.send_multipart(message(number, *parts))
                 number += 1
                 await asyncio.sleep(0.01)
 
@@ -81,7 +81,7 @@ def test_the_index_follows_what_a_worker_publishes():
     asyncio.run(main())
 
 
-def test_numbers_that_begin_anew_and_gaps():
+def test_sequence_numbers_that_restart_and_gaps():
     index = PrefixIndex(1 << 20)
     follower = KvEventSubscriber(index, "w")
     assert follower.missing(message(5, STORED)) is None
@@ -91,7 +91,7 @@ def test_numbers_that_begin_anew_and_gaps():
     follower.take(message(9))
     assert index.match("w", DIGESTS) == 2
     follower.take(message(7, {"type": "AllBlocksCleared"}))
-    assert index.match("w", DIGESTS) == 2, "what is told again is no news"
+    assert index.match("w", DIGESTS) == 2, "a repeated event changes nothing"
     follower.take(message(0, at_s=2.5))
     assert index.match("w", DIGESTS) == 0
 
@@ -107,7 +107,7 @@ def test_what_was_missed_is_asked_for_again():
                 task = asyncio.create_task(events.run())
                 name = str(router.workers.find("w0").url)
                 await _until(lambda: router.index.match(name, DIGESTS) == 2)
-                # A batch that nobody heard, and one that shows the gap.
+                # A batch that was lost, and one that shows the gap.
                 publisher._kept.append((1, msgspec.msgpack.encode([9e9, [{"type": "AllBlocksCleared"}], 0])))
                 publisher._number = 2
                 async with asyncio.timeout(5):

@@ -203,7 +203,7 @@ def test_retries_have_a_budget():
     run(main())
 
 
-def test_a_request_that_fails_everywhere_is_a_502_that_names_nobody():
+def test_a_request_that_fails_everywhere_is_a_502_that_names_no_worker():
     async def main():
         async def hang_up(asked, writer):
             writer.transport.abort()
@@ -387,9 +387,9 @@ def test_a_choice_can_be_explained():
     async def main():
         async with FakeWorker() as a, FakeWorker() as b, routing(a, b) as (_, client):
             got = await client.complete("long " * 500, ["X-Route-Debug: 1"])
-            told = json.loads(got.headers["x-route-debug"])
-            assert told["policy"] == "predicted_ttft"
-            assert set(told["scores"]) == {"w0", "w1"}
+            debug = json.loads(got.headers["x-route-debug"])
+            assert debug["policy"] == "predicted_ttft"
+            assert set(debug["scores"]) == {"w0", "w1"}
             assert "127.0.0.1" not in got.headers["x-route-debug"]
             assert "x-route-debug" not in (await client.complete()).headers
             assert all("x-route-debug" not in asked.headers for asked in a.asked + b.asked)

@@ -196,7 +196,9 @@ def test_only_news_of_others_about_known_targets_counts():
                 shared.take(junk)
             shared.take(msgspec.msgpack.encode(SharedUpdate(router.id, [(name, [b"mine"])], [])))
             shared.take(
-                msgspec.msgpack.encode(SharedUpdate("other", [("http://nobody:1", [b"x"])], [("s", "http://nobody:1")]))
+                msgspec.msgpack.encode(
+                    SharedUpdate("other", [("http://unknown:1", [b"x"])], [("s", "http://unknown:1")])
+                )
             )
             assert router.index.bytes == 0
             shared.take(msgspec.msgpack.encode(SharedUpdate("other", [(name, [b"theirs"])], [])))

@@ -1,4 +1,4 @@
-"""Which rank of an engine gets a request, where each has a disk of its own below."""
+"""Which rank of an engine gets a request if each rank has its own disk."""
 
 import numpy as np
 import pytest

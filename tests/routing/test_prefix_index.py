@@ -19,7 +19,7 @@ def test_a_match_is_the_common_beginning():
     assert index.match("a", chain(1, 2, 7)) == 2
     assert index.match("b", chain(1, 2, 3)) == 1
     assert index.match("a", chain(5)) == 0
-    assert index.match("nobody", chain(1)) == 0
+    assert index.match("unknown", chain(1)) == 0
     assert index.match("a", []) == 0
 
 
@@ -91,7 +91,7 @@ def test_removal_by_events():
     index = PrefixIndex(1 << 20)
     index.insert("a", chain(1, 2, 3))
     index.remove("a", chain(1, 2, 3)[2:])
-    index.remove("nobody", chain(1))
+    index.remove("unknown", chain(1))
     assert index.match("a", chain(1, 2, 3)) == 2
     assert index.bytes == 2 * ENTRY_BYTES
 

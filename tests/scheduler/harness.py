@@ -1,4 +1,4 @@
-"""Drives the scheduler with an executor (the mock one if not told), without processes or clocks; watches every step."""
+"""Drives the scheduler with an executor (the mock one by default), without processes or clocks; watches every step."""
 
 from collections import deque
 

@@ -74,7 +74,7 @@ class BrokenRun(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """Tells tokens that are computed for the first time from those computed again, or in vain.
+    """Tells tokens that are computed for the first time from those computed again, or computed and discarded.
 
     furthest: int64[numbers], first position of each answer that was never computed. advances: how many plans computed
     something new, how many answers have started, and how many events came. lost_place_at: for each answer, `advances`
@@ -136,7 +136,7 @@ class Ends:
                 raise BrokenRun(f"end: request {finish.number} ended twice")
             cut = finish.reason == "stop" and isinstance(finish.matched, str)
             if finish.completion_tokens != self.tokens.get(finish.number, 0) and not cut:
-                raise BrokenRun(f"end: request {finish.number} told of another number of tokens than it has")
+                raise BrokenRun(f"end: request {finish.number} reported a wrong number of tokens")
             self.ended[finish.number] = finish.reason
 
 
@@ -186,7 +186,7 @@ class ProgramRun:
         self._progress.advances += not self.scheduler.state.table.admitted_ns[row]
 
     def on_preempt(self, victim: int, preemptor: int) -> None:
-        """The row `victim` is about to give way to the waiting row `preemptor`; `on_retract` follows."""
+        """The row `victim` is about to be preempted by the waiting row `preemptor`; `on_retract` follows."""
 
     def _watch_places(self) -> None:
         state = self.scheduler.state

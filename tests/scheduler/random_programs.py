@@ -79,7 +79,7 @@ class Program:
     step_ns: how long a step takes. noise: spread of the measured seconds that the cost model learns from, 0 for none.
     drafts: most drafts that the executor has ready for a row, of which a step accepts any number; 0 for no drafter.
     chances: those that its drafts may have, in thousandths. cost: what the scheduler believes of step times.
-    windows: layers with a window, which keep KV in a pool of their own.
+    windows: layers with a window, which have their own KV pool.
     """
 
     settings: dict[str, Any]
@@ -153,7 +153,7 @@ def _add_chances(draw: random.Random, program: Program) -> None:
 
 
 def _add_windows(draw: random.Random, program: Program) -> None:
-    """In one program of five some layers have a window. Draws of its own leave all else of a seed's program alone."""
+    """In one program of five some layers have a window, without a change to the rest of the program."""
     if draw.random() < 0.8:
         return
     window, size = draw.choice((1, 3, 8, 16)), program.scheduler_settings().page_size
@@ -337,7 +337,7 @@ def _options(draw: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_resorts(draw: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
-    """What may stand in a program only beside certain other settings."""
+    """What a program may contain only with certain other settings."""
     fixed: dict[str, Any] = {}
     if settings.get("slo_ttft_ms") == 0.0 and settings.get("slo_ttft_scale") == 0.0:
         fixed["slo_ttft_ms"] = 4.0

@@ -173,7 +173,7 @@ def test_a_request_whose_claim_was_in_vain_is_behind_those_that_were_passed_over
     yard, first, flood = unused_claimed_slot()
     again = yard.submit([5] * 4, lora="a", max_new=40, priority=9)
     assert steps_to_start(yard, again, flood) <= 8
-    # Both are passed over now, `second` first: the one before it came earlier, but its claim was in vain.
+    # Both are passed over now, `second` first: the one before it came earlier, but its claim had no effect.
     second = yard.submit([6] * 4, lora="y", max_new=2, priority=6)
     for _ in range(3):
         yard.advance()
@@ -224,7 +224,7 @@ def test_what_is_forgotten_leaves_slot_and_cache():
     yard.apply(UnloadAdapter("a"))
     yard.apply(UnloadAdapter("never seen"))
     assert yard.scheduler.snapshot(yard.now).cached_tokens < cached - 19
-    # Its slot is the first to be taken, and nothing of it is hit any more; what others cached is.
+    # Its slot is the first to be taken, and its prefixes are no longer hit; those of others are.
     for lora, hit, slot in (("c", 0, 1), ("a", 0, 2), ("", 19, 0)):
         first = len(yard.plans)
         number = yard.submit([5] * 20, lora=lora)

@@ -143,7 +143,7 @@ def test_pages_of_wrong_drafts_are_there_for_other_rows(depth):
 def leave_drafts_to(number, yard):
     collect = yard.executor.collect
 
-    def told(ticket):
+    def reported(ticket):
         result = collect(ticket)
         row = yard.scheduler.state.table.row_of(number)
         if result.drafted is not None:
@@ -151,7 +151,7 @@ def leave_drafts_to(number, yard):
             result.drafted = np.where(ticket.plan.pool_rows == own, result.drafted, 0).astype(np.int32)
         return result
 
-    yard.executor.collect = told
+    yard.executor.collect = reported
 
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
@@ -249,6 +249,6 @@ def test_two_groups_verify_together_where_reading_the_weights_takes_the_time(flo
     planner = Planner(SimpleNamespace(cost=cost))
     ready, starts = np.array([True, False, False, False]), np.full(4, 50, np.int32)
     assert planner._should_wait_to_verify(np.full(4, 3, np.int32), ready, starts) == together
-    # Rows that only decode keep the device busy, so nobody waits for others.
+    # Rows that only decode keep the device busy, so no row waits for others.
     assert not planner._should_wait_to_verify(np.array([0, 3, 3, 3], np.int32), ready, starts)
     assert not planner._should_wait_to_verify(np.full(4, 3, np.int32), np.ones(4, bool), starts)

@@ -1,4 +1,4 @@
-"""Who is told how long steps took."""
+"""Which cost models learn how long steps took."""
 
 import pytest
 
@@ -11,10 +11,10 @@ class Pupil(FixedStepCost):
     def __init__(self, learns):
         super().__init__(0.001)
         self.learns = learns
-        self.told = []
+        self.learned = []
 
     def learn(self, work, seconds):
-        self.told.append((work.tokens, seconds))
+        self.learned.append((work.tokens, seconds))
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -23,4 +23,4 @@ def test_only_a_cost_model_that_learns_is_told_of_steps(learns):
     yard = Yard(SchedulerSettings(context_length=64), make_info(), cost=cost)
     yard.submit([5, 6, 7], max_new=2)
     yard.run()
-    assert cost.told == ([(3, 0.001), (1, 0.001)] if learns else [])
+    assert cost.learned == ([(3, 0.001), (1, 0.001)] if learns else [])

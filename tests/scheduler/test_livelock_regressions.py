@@ -81,7 +81,7 @@ def test_a_bound_on_overtaking_around_priorities_lets_each_request_keep_its_plac
     numbers.append(submit(yard, 100, 50, priority=URGENT))
     yard.run(2, limit=600)
     assert sorted(yard.finished) == numbers
-    assert counters(yard).preempted == 0, "the bound says who starts next, so no row gives way"
+    assert counters(yard).preempted == 0, "the bound says who starts next, so no row is preempted"
 
 
 @pytest.mark.parametrize("mixed", [True, False])

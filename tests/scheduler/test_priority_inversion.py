@@ -19,7 +19,7 @@ MOVES = st.lists(
 @settings(max_examples=examples(200), deadline=None)
 @given(MOVES)
 def test_it_agrees_with_looking_at_everybody_at_every_moment(moves):
-    books, now, told = PriorityInversion(), 0, {}
+    books, now, reported = PriorityInversion(), 0, {}
     standing, expected = {}, {}
     for row, verb, level, later in moves:
         for _ in range(later):
@@ -29,11 +29,11 @@ def test_it_agrees_with_looking_at_everybody_at_every_moment(moves):
                     expected[other] = expected.get(other, 0) + 1
         now += later
         arguments = (row, now) if verb == "removed" else (row, level, now)
-        told[row] = told.get(row, 0) + getattr(books, verb)(*arguments)
+        reported[row] = reported.get(row, 0) + getattr(books, verb)(*arguments)
         standing[row] = verb, level
     for row in range(6):
-        told[row] = told.get(row, 0) + books.removed(row, now)
-    assert {row: ns for row, ns in told.items() if ns} == expected
+        reported[row] = reported.get(row, 0) + books.removed(row, now)
+    assert {row: ns for row, ns in reported.items() if ns} == expected
 
 
 def test_its_books_stay_small_whatever_priorities_come():
@@ -59,7 +59,7 @@ def test_the_urgent_one_that_waits_for_a_seat_is_wronged_and_the_others_are_not(
     assert [inverted(yard, number) for number in (first, low, equal)] == [0, 0, 0]
 
 
-def test_without_priorities_nobody_is_wronged():
+def test_without_priorities_there_is_no_inversion():
     yard = make_clocked(rows=1)
     numbers = [yard.submit(prompt(10), max_new=20, priority=priority) for priority in (0, 5)]
     yard.rest()

@@ -49,7 +49,7 @@ def namespace(cache_salt: str = "", **fields) -> str:
 
 
 class Below:
-    """A store below a yard, which does at once, or when it is told to, what the core wants."""
+    """A KV store below a yard that does what the core wants at once, or when the test asks."""
 
     def __init__(self, yard: Yard, store: MemoryStore | None = None) -> None:
         self.yard = yard
@@ -75,7 +75,7 @@ class Below:
             (self.offers if isinstance(wanted, Store) else self.loads).append(wanted)
 
     def keep(self, offer: Store, *, fails: bool = False) -> None:
-        """Store an offer, and let go of its pages."""
+        """Store an offer and release its pages."""
         digests = block_digests(offer.tokens, root_digest(offer.namespace))
         for place, digest in enumerate(digests if not fails else []):
             if not self.store.count_stored([digest]):
@@ -107,7 +107,7 @@ class Below:
         return self.yard.tokens[number]
 
 
-def test_what_was_stored_serves_a_scheduler_that_starts_anew():
+def test_stored_blocks_serve_a_restarted_scheduler():
     tokens = prompt()
     first = Below(make_yard())
     answer = first.serve(first.submit(tokens, max_new=12))

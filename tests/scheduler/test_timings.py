@@ -118,12 +118,12 @@ def test_who_went_before_is_told_by_name():
     assert (waiting.earlier.requests, waiting.later.requests) == (0, 0)
     assert waiting.timings.policy
     yard.run()
-    told = yard.scheduler.explain(asked, yard.now)
-    assert told.stage == "ended"
-    assert (told.earlier.numbers, told.earlier.tokens) == ([earlier], 4)
-    assert (told.later.numbers, told.later.tokens) == ([overtaker], 5)
-    assert told.complete
-    assert "more urgent" in told.timings.overtaking
+    explained = yard.scheduler.explain(asked, yard.now)
+    assert explained.stage == "ended"
+    assert (explained.earlier.numbers, explained.earlier.tokens) == ([earlier], 4)
+    assert (explained.later.numbers, explained.later.tokens) == ([overtaker], 5)
+    assert explained.complete
+    assert "more urgent" in explained.timings.overtaking
     assert yard.scheduler.explain(running, yard.now).later.requests == 0
 
 

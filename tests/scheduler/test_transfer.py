@@ -141,7 +141,7 @@ def loading(yard: Yard, tokens: list[int], **fields) -> tuple[int, Load]:
 
 
 @pytest.mark.parametrize("leave", [lambda n: Cancel([n]), lambda n: Pause(numbers=[n]), lambda n: Pause("retract")])
-def test_pages_that_are_being_written_are_nobody_elses(leave):
+def test_pages_that_are_being_written_have_one_owner(leave):
     yard = make_yard(pages=14)
     number, load = loading(yard, prompt())
     yard.apply(leave(number))

@@ -84,7 +84,7 @@ def test_a_hit_ends_where_the_window_before_it_is_there():
     yard.run()
     group = yard.scheduler.state.memory.windows
     assert hit_of(yard, first + prompt_of(2, 5)) == 60
-    # Nobody ended at 30, and nothing was evicted yet: the middle of a prompt is a hit too.
+    # No request ended at 30, and nothing was evicted yet: the middle of a prompt is a hit too.
     assert hit_of(yard, first[:30] + prompt_of(3, 5)) == 30
     # What was never an end goes first.
     group._evict(group.evictable - 60)
@@ -96,7 +96,7 @@ def test_a_hit_ends_where_the_window_before_it_is_there():
 
 
 def test_ends_of_turns_outlive_long_prompts():
-    """vllm issue 48435: with room for their ends, sessions keep their hits beside longer prompts."""
+    """vllm issue 48435: with room for their ends, sessions keep their hits next to longer prompts."""
     yard = make_yard(window_pages=180, tokens=2000)
     talks = {}
     for session in range(5):

@@ -151,11 +151,11 @@ def test_server_info_hides_keys(start):
 
 
 def test_the_boot_id_changes_with_every_cache_that_is_lost(start):
-    told = []
+    boot_ids = []
     for server in (start(), start()):
         for server.manager.lost in (0, 0, 1):
-            told.append(server.client.get("/server_info").json()["boot_id"])
-    assert [told.index(one) for one in told] == [0, 0, 2, 3, 3, 5]
+            boot_ids.append(server.client.get("/server_info").json()["boot_id"])
+    assert [boot_ids.index(one) for one in boot_ids] == [0, 0, 2, 3, 3, 5]
 
 
 def test_server_info_shows_the_sampling_defaults(start):
@@ -272,7 +272,7 @@ def test_a_tenants_key_opens_what_is_its_own_and_says_whose_request_it_is(start,
     assert [spec.tenant for spec in server.manager.specs] == ["acme", "acme"]
 
 
-def test_the_api_key_beside_tenants_keys_leaves_the_tenant_to_the_request(start):
+def test_the_api_key_next_to_tenants_keys_leaves_the_tenant_to_the_request(start):
     server = start(tenant_keys={"acme": "ka"}, api_key="k1")
     headers = {"Authorization": "Bearer k1"}
     server.client.post("/v1/completions", json={"prompt": "hello", "user": "me"}, headers=headers).raise_for_status()

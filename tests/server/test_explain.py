@@ -21,7 +21,7 @@ COURSE = RequestTimings(
     policy="lpm",
     overtaking="none: longer hits pass",
 )
-TOLD = Explanation(
+EXPLAINED = Explanation(
     number=2,
     stage="ended",
     timings=COURSE,
@@ -36,14 +36,14 @@ TOLD = Explanation(
 
 
 @pytest.fixture
-def told(start):
+def explained(start):
     manager = FakeManager()
-    manager.explanations = {"mine": [TOLD], "many-0": [TOLD], "many-1": [TOLD, TOLD]}
+    manager.explanations = {"mine": [EXPLAINED], "many-0": [EXPLAINED], "many-1": [EXPLAINED, EXPLAINED]}
     return start(manager)
 
 
-def test_an_explanation_says_where_the_time_went_and_who_went_before(told):
-    answer = told.client.get("/v1/requests/chatcmpl-mine/explain").json()["answers"][0]
+def test_an_explanation_says_where_the_time_went_and_who_went_before(explained):
+    answer = explained.client.get("/v1/requests/chatcmpl-mine/explain").json()["answers"][0]
     assert answer["total_ms"] == 8.0
     assert answer["stages_ms"]["queue"] == 5.0
     assert sum(answer["stages_ms"].values()) == pytest.approx(answer["total_ms"])
@@ -58,26 +58,26 @@ def test_an_explanation_says_where_the_time_went_and_who_went_before(told):
     assert "8 of 20 prompt tokens came from the cache" in answer["summary"]
 
 
-def test_every_answer_of_a_batch_is_explained(told):
-    assert len(told.client.get("/v1/requests/many/explain").json()["answers"]) == 3
+def test_every_answer_of_a_batch_is_explained(explained):
+    assert len(explained.client.get("/v1/requests/many/explain").json()["answers"]) == 3
 
 
-def test_an_unknown_request_is_a_404(told):
-    answer = told.client.get("/v1/requests/other/explain")
+def test_an_unknown_request_is_a_404(explained):
+    answer = explained.client.get("/v1/requests/other/explain")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
 
 
-def test_the_command_prints_a_table_or_json(told, capsys):
-    assert main(["explain", "mine", "--url", told.url]) == 0
+def test_the_command_prints_a_table_or_json(explained, capsys):
+    assert main(["explain", "mine", "--url", explained.url]) == 0
     text = capsys.readouterr().out
     for word in ("queue", "5.0 ms", "overtook", "third", "lpm"):
         assert word in text
-    assert main(["explain", "mine", "--url", told.url, "--json"]) == 0
+    assert main(["explain", "mine", "--url", explained.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["id"] == "mine"
 
 
-def test_the_command_says_what_went_wrong(told, start, capsys, monkeypatch):
-    assert main(["explain", "a/b ?", "--url", told.url]) == 2
+def test_the_command_says_what_went_wrong(explained, start, capsys, monkeypatch):
+    assert main(["explain", "a/b ?", "--url", explained.url]) == 2
     assert "nothing is known of request 'a/b ?'" in capsys.readouterr().err
     assert main(["explain", "x", "--url", "http://127.0.0.1:9"]) == 2
     assert "does not answer" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """The JSON-Schema-Test-Suite against what answers may be, with a baseline that may only improve.
 
-`TOKENYARD_WRITE_BASELINE=1` writes the baseline anew. A schema that is refused is a clear 400 for its client. What is
+`TOKENYARD_WRITE_BASELINE=1` rewrites the baseline. A schema that is refused is a clear 400 for its client. What is
 wrong is worse: an invalid instance that the grammar takes, or a valid one that it does not (mostly because properties
 must come in the schema's order).
 """

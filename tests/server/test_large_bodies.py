@@ -54,7 +54,7 @@ def test_unknown_fields_write_little_to_the_log(caplog, monkeypatch):
 
 
 def test_a_large_request_is_answered_like_a_small_one(server):
-    # Over the wire, with a form whose grammar is made beside the loop as well.
+    # Over the wire, with a form whose grammar is also made off the event loop.
     form = {"enum": [f"value {place}" for place in range(30_000)]}
     body = {"prompt": "hello", "max_tokens": 1, "json_schema": form}
     assert server.client.post("/v1/completions", json=body).status_code == 200

@@ -50,7 +50,7 @@ def server_row():
     return VIEW["rows"][0]
 
 
-def test_nobody_is_asked_once_nobody_watches(server):
+def test_schedulers_are_not_polled_without_a_client(server):
     events(server, 3)
     deadline = time.monotonic() + 5
     asked = -1

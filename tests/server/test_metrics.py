@@ -131,8 +131,8 @@ def test_inversion_is_told_by_class():
 
 
 def test_what_policies_and_limits_tell_and_the_error_of_the_cost_model():
-    told = {"deferred": 8, "deferred_requests": 3, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
-    state = {"measures": told, "step_time_error": 0.25}
+    measures = {"deferred": 8, "deferred_requests": 3, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
+    state = {"measures": measures, "step_time_error": 0.25}
     metrics = Metrics("m")
     metrics.set_load(load_of(state), totals_of(state))
     text = metrics.exposition().decode()
@@ -141,7 +141,7 @@ def test_what_policies_and_limits_tell_and_the_error_of_the_cost_model():
     for line, value in (lines | {"step_time_error_ratio": 0.25}).items():
         assert f'tokenyard_{line}{{model="m"}} {value}\n' in text
     metrics.set_load(load_of({"step_time_error": None}), {})
-    assert "service_gap_tokens" not in metrics.exposition().decode(), "another policy tells nothing of it"
+    assert "service_gap_tokens" not in metrics.exposition().decode(), "the other policy does not report it"
     assert "step_time_error" not in metrics.exposition().decode()
 
 

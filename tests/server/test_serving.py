@@ -33,7 +33,7 @@ def collector(monkeypatch):
     return made
 
 
-def test_garbage_is_collected_while_nobody_waits_for_an_answer(collector):
+def test_garbage_is_collected_while_no_request_runs(collector):
     server = DrainingServer(ServerState(ServerOptions()), shutdown_timeout_s=1.0)
     with server.state.open_request("a"):
         server._collect_garbage()

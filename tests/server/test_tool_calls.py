@@ -93,8 +93,8 @@ def test_a_prediction_reaches_the_engine_only_where_it_drafts_and_usage_tells_wh
         server = start(speculative_algorithm=algorithm)
         body = {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 3, "prediction": predicted}
         usage = server.client.post("/v1/chat/completions", json=body).json()["usage"]
-        told = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-        assert usage["completion_tokens_details"] == told
+        expected = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        assert usage["completion_tokens_details"] == expected
         assert server.manager.specs[-1].prediction == text
         for wrong in ({}, {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
             answer = server.client.post("/v1/chat/completions", json={**body, "prediction": wrong})

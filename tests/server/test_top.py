@@ -23,8 +23,8 @@ def test_the_screen_shows_queue_steps_memory_and_targets(server):
     seen = seen_of(server)
     seen.bins[seen.tick["now"] - 1] = [seen.tick["now"] - 1, 2, 64, 6, 9.0, 6.0, 8.0]
     text = "\n".join(screen(seen, 120, None))
-    for told in ("fake", "policy fcfs", "running 3", "waiting 2", "40.0 % in use", "75.0 %", "first", "acme", "█"):
-        assert told in text
+    for shown in ("fake", "policy fcfs", "running 3", "waiting 2", "40.0 % in use", "75.0 %", "first", "acme", "█"):
+        assert shown in text
     assert f"{HOT['hits']} x {HOT['tokens']} tokens *" in text
 
 

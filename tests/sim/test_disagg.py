@@ -57,14 +57,14 @@ def test_every_prompt_is_computed_elsewhere_and_its_kv_comes_over_the_link():
 
 
 class Links:
-    """Sends KV and keeps when each transfer began and ended, as last told."""
+    """Sends KV and keeps the last reported begin and end of each transfer."""
 
     def __init__(self) -> None:
-        self.traffic, self.told = LinkScheduler(), {}
+        self.traffic, self.times = LinkScheduler(), {}
 
     def carry(self, out: LinkDirection, into: LinkDirection, num_bytes: int, now: int):
         def ends(transfer) -> None:
-            self.told[transfer] = (transfer.begin_ns, transfer.end_ns)
+            self.times[transfer] = (transfer.begin_ns, transfer.end_ns)
 
         return self.traffic.carry(out, into, num_bytes, now, ends)
 
@@ -75,7 +75,7 @@ def test_a_wire_carries_one_thing_after_the_other():
     for source, target, now in wires:
         links.carry(source, target, 1000, now)
     # What waits for a receiver does not hold up the sender's next transfer.
-    assert list(links.told.values()) == [(0, 1000), (1000, 2000), (2000, 3000), (2000, 3000)]
+    assert list(links.times.values()) == [(0, 1000), (1000, 2000), (2000, 3000), (2000, 3000)]
 
 
 def test_what_is_stopped_leaves_the_wires_to_those_behind_it():
@@ -83,17 +83,17 @@ def test_what_is_stopped_leaves_the_wires_to_those_behind_it():
     first = links.carry(out, into, 1000, 0)
     second, third = links.carry(out, into, 1000, 0), links.carry(out, other, 1000, 0)
     links.traffic.stop(first, 400)
-    assert links.told == {first: (0, 1000), second: (400, 1400), third: (1400, 2400)}
+    assert links.times == {first: (0, 1000), second: (400, 1400), third: (1400, 2400)}
     assert (out.busy_ns, out.moved_bytes) == (into.busy_ns + 1000, into.moved_bytes + 1000) == (2400, 2400)
     # One that has not begun leaves no trace.
     links.traffic.stop(second, 400)
     links.traffic.stop(second, 400)
-    assert links.told[third] == (400, 1400)
+    assert links.times[third] == (400, 1400)
     assert (into.busy_ns, into.moved_bytes, into.free_ns, other.free_ns) == (400, 400, 400, 1400)
     # Nothing begins before it is asked for, and what is through stays.
     late = links.carry(out, into, 1000, 1300)
     links.traffic.stop(third, 5000)
-    assert links.told[late] == (1400, 2400)
+    assert links.times[late] == (1400, 2400)
     links.traffic.stop(late, 2400)
     assert out.busy_ns == 400 + 1000 + 1000
 

@@ -123,7 +123,7 @@ def test_numbers_that_cannot_be_are_refused(wrong):
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_what_a_tape_tells_of_drafts_serves_the_same_requests_alike(overlap):
-    """Each request has a rate of its own, so that the mean alone would not do."""
+    """Each request has its own rate, so that the mean alone would not do."""
     requests = workload(*[(0.01 * index, 64, 150) for index in range(20)])
     chosen = setup(settings={"max_in_flight": overlap}, speculation=Speculation(4, (0.1, 0.95), coverage=0.7))
     tape = io.BytesIO()

@@ -200,7 +200,7 @@ def test_setups_that_cannot_work_are_refused(change, complaint):
         simulate(workload((0.0, 10, 1)), setup(**change))
 
 
-def test_targets_that_nobody_can_meet_are_refused():
+def test_targets_that_cannot_be_met_are_refused():
     with pytest.raises(ConfigError, match="SLO"):
         DefaultSlo(tpot_s=0.0)
     with pytest.raises(ConfigError, match="both 0"):

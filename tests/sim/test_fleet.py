@@ -193,8 +193,8 @@ def test_a_queue_over_time_is_its_largest_in_each_part():
     begin, end = np.array([0, 0, 4 * NS_PER_S], np.int64), np.array([2, 1, 5], np.int64) * NS_PER_S
     at_s, counts = _over_time(begin, end, np.ones(3, bool), 6.0)
     assert len(at_s) == len(counts) == POINTS
-    told = {second: counts[int(second / 6.0 * POINTS)] for second in (0.5, 1.5, 3.0, 4.5, 5.5)}
-    assert told == {0.5: 2.0, 1.5: 1.0, 3.0: 0.0, 4.5: 1.0, 5.5: 0.0}
+    observed = {second: counts[int(second / 6.0 * POINTS)] for second in (0.5, 1.5, 3.0, 4.5, 5.5)}
+    assert observed == {0.5: 2.0, 1.5: 1.0, 3.0: 0.0, 4.5: 1.0, 5.5: 0.0}
 
 
 RATE, BURST = 2000.0, 1000

@@ -1,4 +1,4 @@
-"""Lengths that nobody saw: drawn from their like, longer than what was seen, as survival analysis has it."""
+"""Lengths of unfinished answers: drawn from similar finished ones that are longer (survival analysis)."""
 
 import numpy as np
 import pytest

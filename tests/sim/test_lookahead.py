@@ -183,7 +183,7 @@ def test_common_prefixes_are_found_again_in_the_forward_run():
     counters = fork._scheduler.state.observer.counters
     come = sum(len(request.prompt_ids) for request in future.requests[future.running :])
     assert (counters.hit_tokens - seated) / come > 0.6
-    # What only one request had is nobody's prefix.
+    # What only one request had is no shared prefix.
     alone = Yard(plain(400, 20.0, 1), 15.0)
     fork = CandidateRun(alone.scheduler.lookahead_state(alone.now), alone.future(), SetPolicy("lpm"))
     fork.score("lpm", alone.now + 10 * NS_PER_S)

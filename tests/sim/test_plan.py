@@ -1,4 +1,4 @@
-"""The planner: sizes of fleets, arrivals drawn anew, and the choice among kinds of fleets."""
+"""The planner: sizes of fleets, arrivals resampled, and the choice among kinds of fleets."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_what_is_known_is_not_tried_again(answer, start, data):
     assert all(too_few < count < (enough or 81) for count in tried)
 
 
-def test_arrivals_drawn_anew_keep_requests_and_rates():
+def test_resampled_arrivals_keep_requests_and_rates():
     traffic = synthetic("bursts", 2000, 10.0, seed=1)
     other = reseeded(traffic, 3)
     assert reseeded(traffic, 0) is traffic

@@ -125,14 +125,14 @@ def test_a_report_compares_settings_and_shows_the_gap_between_tenants(tmp_path):
     assert len(charts) == page.count("data-chart=") == 12
     colours = {one["label"]: one["color"] for one in charts[0]["series"]}
     assert colours["one"] != colours["two"]
-    for told in (
+    for shown in (
         "Service gap",
         "SLO met",
         "<code>tokenyard compare one two</code>",
         "error of the cost model",
         "<dt>seed</dt>",
     ):
-        assert told in page
+        assert shown in page
     assert charts[-1]["group"] == "over time: step"
 
 

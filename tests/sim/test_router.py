@@ -66,11 +66,11 @@ def test_a_slow_replica_gets_fewer_requests_by_predicted_ttft():
 
 def test_several_routers_share_what_events_tell():
     traffic = synthetic("shared-prefix", 200, 20.0, seed=3)
-    alone, told = (
+    alone, informed = (
         simulate(traffic, fleet("cache_aware", routers=4, kv_event_lag_s=lag, replicas=4)) for lag in (None, 0.05)
     )
-    assert told.served.all()
-    assert summary(told)["prefix_hit_rate"] > summary(alone)["prefix_hit_rate"]
+    assert informed.served.all()
+    assert summary(informed)["prefix_hit_rate"] > summary(alone)["prefix_hit_rate"]
 
 
 def test_lost_events_cost_no_request():

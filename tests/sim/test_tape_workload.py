@@ -198,9 +198,9 @@ def test_earlier_answers_in_a_prompt_become_the_simulated_ones():
     second = ids(1, 2, 3, 50, 51, 52, 60)
     assert talks.add(2, second, ids(70, 71)).tolist() == [1, 2, *stream_tokens(ANSWER_STREAM + 1, [0]), *made, 60]
     third = np.concatenate((second, ids(70, 71, 80)))
-    told = talks.add(3, third, ids()).tolist()
-    assert told[3:7] == [*made, 60]
-    assert told[7:] == [*stream_tokens(ANSWER_STREAM + 2, np.arange(2)), 80]
+    rebuilt = talks.add(3, third, ids()).tolist()
+    assert rebuilt[3:7] == [*made, 60]
+    assert rebuilt[7:] == [*stream_tokens(ANSWER_STREAM + 2, np.arange(2)), 80]
     assert talks.add(4, ids(1, 2, 3, 50, 99), ids()).tolist()[3:] == [made[0], 99]
     assert talks.add(5, ids(4, 2, 3, 50), ids()).tolist() == [4, 2, 3, 50]
 

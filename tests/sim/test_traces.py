@@ -20,7 +20,7 @@ TRACES = Path(__file__).resolve().parents[2] / "../shared/traces"
 def shared(name: str) -> Path:
     path = TRACES / name
     if not path.exists():
-        pytest.skip(f"the recorded traces are not beside the checkout ({name})")
+        pytest.skip(f"the recorded traces are not next to the checkout ({name})")
     return path
 
 
@@ -133,7 +133,7 @@ def test_tokenyard_form_with_every_field(tmp_path):
     assert (first.slo, second.slo) == (None, Slo(500_000_000, 250_000_000))
     assert workload.priority.tolist() == [NO_PRIORITY, 3]
     assert (first.prompt_ids[:512] == second.prompt_ids[:512]).all()
-    assert first.sampling.max_new_tokens == 4, "the true length of an answer is not told"
+    assert first.sampling.max_new_tokens == 4, "the true length of an answer is not passed on"
     assert second.sampling.max_new_tokens == 50
 
 

@@ -1,6 +1,6 @@
 """Makes the frozen tapes (`python -m tests.tape.freeze`): every policy, one and two plans in flight, both executors.
 
-They are made once and kept. Whoever changes what the scheduler plans on purpose makes them anew and says which changed.
+They are made once and kept. A change that alters plans on purpose recreates them and says which changed.
 """
 
 import argparse

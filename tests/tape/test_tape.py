@@ -131,7 +131,7 @@ steps = st.lists(
 
 
 def play(yard, script, depth):
-    """Do what the script says, and stop strings of whoever has spoken, then run to the end."""
+    """Do what the script says, and stop strings of requests with output, then run to the end."""
     for number, action in enumerate(script):
         if isinstance(action, tuple):
             prefix, tail, tokens, fields, answers = action
@@ -240,7 +240,7 @@ def test_calls_that_found_nothing_to_plan_are_on_the_tape_too():
 
 
 def test_moments_of_rest_are_on_the_tape():
-    """The share that is set aside for answers starts anew when nothing is left to do."""
+    """The share that is reserved for answers is reset when nothing is left to do."""
     chosen = replace(small(depth=1), schedule_conservativeness=1.0, new_token_ratio_decay_steps=5, run_timeout_s=-1.0)
     yard = TapedYard(chosen, small_info(1))
     for _ in range(2):
@@ -387,17 +387,18 @@ def test_a_tape_of_version_1_replays():
 
 
 def test_sessions_and_weights_stand_on_the_tape_and_change_no_plan():
-    plain, told = recording(), recording()
-    for yard, facts in ((plain, {}), (told, {"session": "s-1", "turn": 3, "age_ns": 250_000_000})):
+    plain, with_facts = recording(), recording()
+    for yard, facts in ((plain, {}), (with_facts, {"session": "s-1", "turn": 3, "age_ns": 250_000_000})):
         number = yard.submit([5, 6, 7, 8], **facts)
         if facts:
             for event in (TurnEnded("s-1", "tool", 10**9), SessionEnded("s-1"), WeightsUpdated("v2")):
                 yard.apply(event)
         yard.run()
         assert number in yard.finished
-    bodies = [record.body for record in told.tape().records()]
+    bodies = [record.body for record in with_facts.tape().records()]
     plans = [
-        [body for body in (r.body for r in yard.tape().records()) if type(body) is Planned] for yard in (plain, told)
+        [body for body in (r.body for r in yard.tape().records()) if type(body) is Planned]
+        for yard in (plain, with_facts)
     ]
     assert plans[0] == plans[1]
     request = next(body.request for body in bodies if type(body) is Submit and body.request.session)
@@ -406,7 +407,7 @@ def test_sessions_and_weights_stand_on_the_tape_and_change_no_plan():
     assert named == [request.session] * 2
     assert request.session != "s-1"
     assert next(body for body in bodies if type(body) is WeightsUpdated).version == "v2"
-    assert replay(told.tape()).difference is None
+    assert replay(with_facts.tape()).difference is None
 
 
 def as_version_7(data):

@@ -1,4 +1,4 @@
-"""The machine against texts of every family: whole, in pieces, and with parts that nobody asked for."""
+"""The machine against texts of every family: whole, in pieces, and with parts that were not requested."""
 
 import itertools
 import json

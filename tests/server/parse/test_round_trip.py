@@ -74,5 +74,5 @@ def test_calls_are_read_back(name, template, style, content, reasoning):
 
 def test_enough_templates_are_there():
     if not CASES.exists():
-        pytest.skip("shared/chat_templates is not beside the checkout")
+        pytest.skip("shared/chat_templates is not next to the checkout")
     assert len(list(templates())) >= MIN_TEMPLATES
