@@ -21,8 +21,8 @@ from tokenyard.base import (
 )
 from tokenyard.base.request import NO_TOKENS
 from tokenyard.engine.detokenizer.assembler import TextAssembler, ends_batch
-from tokenyard.engine.frontend.dispatch import Dispatcher
 from tokenyard.engine.frontend.outputs import OutputHandler
+from tokenyard.engine.frontend.request_submitter import RequestSubmitter
 from tokenyard.engine.frontend.scheduler_client import ProcessLink, SchedulerClient
 from tokenyard.engine.processes.messages import Fence, Fenced, RpcRequest, ToScheduler
 
@@ -50,7 +50,7 @@ class Failover:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        submitter: RequestSubmitter,
         outputs: OutputHandler,
         link: ProcessLink,
         assembler: TextAssembler | None,
@@ -60,9 +60,9 @@ class Failover:
         self.death: str | None = None
         """Why the engine has ended; None while it runs."""
 
-        self._dispatcher = dispatcher
-        self._ranks = dispatcher.ranks
-        self._streams = dispatcher.streams
+        self._submitter = submitter
+        self._ranks = submitter.ranks
+        self._streams = submitter.streams
         self._outputs = outputs
         self._link = link
         self._assembler = assembler
@@ -78,7 +78,7 @@ class Failover:
         for absent in (self._ranks.absent, self._ranks.absent_rank(rank)):
             for stream in self._streams.of(absent):
                 place = self._ranks.balancer.choose(stream.request, [rank], time.monotonic())
-                self._dispatcher.move(stream, client, place)
+                self._submitter.move(stream, client, place)
 
     def rank_lost(self, source: int, reason: str, *, suspect_user_code: bool) -> None:
         """A scheduler process has ended. Its requests continue elsewhere, each after its last received token.
@@ -131,7 +131,7 @@ class Failover:
         } | answers_so_far(fenced)
         for stream in streams:
             client, place = self._ranks.choose(stream.request)
-            self._dispatcher.move(stream, client, place)
+            self._submitter.move(stream, client, place)
             for request in continuation_requests(stream.request, stream.open_answers, tokens_by_number):
                 client.send(Submit(request, accepted=True))
             if stream.paused:
@@ -147,7 +147,7 @@ class Failover:
             if stream is None or isinstance(event, RpcRequest):
                 continue
             if stream.client is absent:
-                self._dispatcher.move(stream, *self._ranks.choose(stream.request))
+                self._submitter.move(stream, *self._ranks.choose(stream.request))
             stream.client.send(event)
         self._streams.end_detached(absent, CLIENT_GONE)
 

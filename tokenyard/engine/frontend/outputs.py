@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tokenyard.base import NS_PER_S, Cancel, TenantUsage, TokenBatch
 from tokenyard.engine.detokenizer.assembler import TextAssembler
-from tokenyard.engine.frontend.dispatch import Dispatcher
+from tokenyard.engine.frontend.request_submitter import RequestSubmitter
 from tokenyard.engine.processes.messages import Fenced, Heartbeat, RpcReply, TextBatch, ToApi
 
 logger = logging.getLogger(__name__)
@@ -21,10 +21,10 @@ class OutputHandler:
     that has ended, once the streams have all of it.
     """
 
-    def __init__(self, dispatcher: Dispatcher, assembler: TextAssembler | None) -> None:
+    def __init__(self, submitter: RequestSubmitter, assembler: TextAssembler | None) -> None:
         self.on_fenced: Callable[[Fenced], None] = lambda fenced: None
-        self._dispatcher = dispatcher
-        self._ranks = dispatcher.ranks
+        self._submitter = submitter
+        self._ranks = submitter.ranks
         self._assembler = assembler
         self._text_beat_ns = 0
         self._pending_batches: list[TextBatch] = []
@@ -38,7 +38,7 @@ class OutputHandler:
         """Handle a message of the text side or of scheduler process `source`."""
         match message:
             case TextBatch() if source not in self._ignored_sources:
-                self.add(self._dispatcher.retry_refused(message, source))
+                self.add(self._submitter.retry_refused(message, source))
             case Heartbeat() | RpcReply():
                 if (client := self._ranks.find(source)) is not None:
                     client.handle_message(message)
@@ -62,7 +62,7 @@ class OutputHandler:
         text_batch, stops = self._assembler.step(batch, source)
         for stop in stops:
             client.send(stop)
-        self.add(self._dispatcher.retry_refused(text_batch, source))
+        self.add(self._submitter.retry_refused(text_batch, source))
 
     def add(self, batch: TextBatch) -> None:
         """Queue this output for its streams."""
@@ -89,7 +89,7 @@ class OutputHandler:
             fenced, self._fenced = self._fenced, []
             waiters, self._delivery_waiters = self._delivery_waiters, []
             try:
-                for stream in await self._dispatcher.streams.deliver(batches):
+                for stream in await self._submitter.streams.deliver(batches):
                     stream.client.send(Cancel(stream.numbers, "the client reads too slowly", "slow_reader"))
                 for one in fenced:
                     self.on_fenced(one)

@@ -24,13 +24,13 @@ from tokenyard.base import (
 )
 from tokenyard.engine.detokenizer.assembler import TextAssembler
 from tokenyard.engine.frontend.data_parallel_controller import DataParallelController
-from tokenyard.engine.frontend.dispatch import Dispatcher
 from tokenyard.engine.frontend.failover import Failover
 from tokenyard.engine.frontend.input_processor import InputProcessor, check_priority, ns_from_ms
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.lora_registry import LoraRegistry
 from tokenyard.engine.frontend.outputs import OutputHandler
 from tokenyard.engine.frontend.paused_requests import PausedRequests
+from tokenyard.engine.frontend.request_submitter import RequestSubmitter
 from tokenyard.engine.frontend.scheduler_client import ProcessLink
 from tokenyard.engine.frontend.streams import Ended, Reader, Stream
 from tokenyard.engine.text.chat_messages import Message
@@ -45,8 +45,8 @@ SNAPSHOT_TIMEOUT_S = 2.0
 class TokenizerManager:
     """Submits requests, delivers their answers, and controls the engine. Used from one event loop.
 
-    SGLang's `TokenizerManager`, vLLM's `AsyncLLM`. `Dispatcher` sends requests, `outputs` handles the messages of the
-    engine's processes, and `failover` is notified when they start and end.
+    SGLang's `TokenizerManager`, vLLM's `AsyncLLM`. `RequestSubmitter` sends requests, `outputs` handles the messages of
+    the engine's processes, and `failover` is notified when they start and end.
 
     tokenizer: None if the engine accepts and returns token ids only.
     assembler: set if token ids become text in this process.
@@ -74,11 +74,11 @@ class TokenizerManager:
         self.adapters = LoraRegistry(self.ranks)
         self._template = template
         self._requests = InputProcessor(info, tokenizer, template.special_tokens.get("eos_token"), self.adapters.key_of)
-        self._dispatcher = Dispatcher(self.ranks)
-        self._streams = self._dispatcher.streams
-        self._recent = self._dispatcher.recent
-        self.outputs = OutputHandler(self._dispatcher, assembler)
-        self.failover = Failover(self._dispatcher, self.outputs, link, assembler, on_engine_dead, on_detokenizer_silent)
+        self._submitter = RequestSubmitter(self.ranks)
+        self._streams = self._submitter.streams
+        self._recent = self._submitter.recent
+        self.outputs = OutputHandler(self._submitter, assembler)
+        self.failover = Failover(self._submitter, self.outputs, link, assembler, on_engine_dead, on_detokenizer_silent)
         self._link = link
         self._next_number = 1
         self._draining = False
@@ -163,7 +163,7 @@ class TokenizerManager:
         self.failover.check_alive()
         request = self._requests.make(spec, *token_ids, number=self._next_number, rid=rid, arrival_ns=arrival_ns)
         self._next_number += request.sampling.n
-        return self._dispatcher.submit(request, spec.rank)
+        return self._submitter.submit(request, spec.rank)
 
     def _close_stream(self, stream: Stream, ended: Ended | None = None) -> None:
         """Forget a stream; if its request may still run, cancel it."""

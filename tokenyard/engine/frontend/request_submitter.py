@@ -1,4 +1,4 @@
-"""Assigns requests to schedulers, and again to another one if the first is full."""
+"""Submits requests to schedulers, and again to another one if the first is full."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ RETRIABLE_CAUSES = ("queue_full", "displaced", "tenant_limit")
 """Causes for which another rank may accept a refused request."""
 
 
-class Dispatcher:
+class RequestSubmitter:
     """Sends requests to schedulers, and records where each is, in its stream and in the recent requests."""
 
     def __init__(self, ranks: DataParallelController) -> None:
