@@ -40,7 +40,7 @@ def test_an_unknown_policy_names_the_choices():
         RadixCache(eviction_policy="random")
 
 
-def test_just_the_shortfall_goes_from_the_tail_of_the_victim():
+def test_only_the_shortfall_is_evicted_from_the_tail_of_the_victim():
     tree = RadixCache(page_size=2)
     tree.insert(key_of(*range(20)), np.arange(1, 11, dtype=np.int32))
     np.testing.assert_array_equal(tree.evict(3), [8, 9, 10])
@@ -58,7 +58,7 @@ def test_more_than_there_is_empties_the_tree():
     tree.check()
 
 
-def test_a_parent_goes_after_its_children_only():
+def test_a_parent_is_evicted_only_after_its_children():
     tree = RadixCache()
     tree.insert(key_of(1, 2, 3), ints(1, 2, 3))
     tree.insert(key_of(1, 2, 4), ints(8, 9, 4))
@@ -132,7 +132,7 @@ def test_a_duplicate_insert_raises_the_priority():
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-def test_the_order_survives_thousands_of_leaves_that_come_are_used_and_go(policy):
+def test_the_order_survives_thousands_of_inserts_hits_and_evictions(policy):
     tree, pages, rng = RadixCache(eviction_policy=policy), Pages(), np.random.default_rng(7)
     eviction_rank = EVICTION_POLICIES[policy]
     for step in range(4000):

@@ -69,7 +69,7 @@ def test_clear_replaces_everything_before_it():
     assert len(tree.drain_events()) == 1
 
 
-def test_switched_off_there_are_none():
+def test_no_events_when_switched_off():
     tree = RadixCache()
     tree.insert(key_of(1, 2), ints(1, 2))
     assert tree.drain_events() == []
@@ -103,7 +103,7 @@ def test_a_consumer_that_replays_ends_with_the_blocks_of_the_tree(page_size):
     assert len(held) == tree.total_pages > 0
 
 
-def test_adapters_have_blocks_of_their_own_under_their_names():
+def test_adapters_have_their_own_blocks_under_their_names():
     tree = RadixCache(page_size=2, enable_kv_events=True)
     spaces = ("stories#00ff\x00", "stories#00ff\x00salt", "stories#1234\x00", "\x00salt", "")
     for number, namespace in enumerate(spaces):

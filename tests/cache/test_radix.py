@@ -68,7 +68,7 @@ def test_peek_changes_nothing():
     assert (node.last_access_tick, recorder.heard) == (stamp, [])
 
 
-def test_insert_tells_what_was_there_and_keeps_only_the_rest():
+def test_insert_returns_the_cached_length_and_keeps_only_the_rest():
     tree = filled()
     again = tree.insert(key_of(1, 2, 3, 20, 21), ints(51, 52, 53, 54, 55))
     assert again.present_tokens == 3
@@ -121,7 +121,7 @@ def test_name_spaces_share_nothing():
     tree.check()
 
 
-def test_name_spaces_that_are_never_used_again_do_not_pile_up():
+def test_unused_name_spaces_do_not_accumulate():
     tree = RadixCache()
     kept = tree.match(key_of(1), "kept").node
     tree.lock(kept)
@@ -134,7 +134,7 @@ def test_name_spaces_that_are_never_used_again_do_not_pile_up():
     assert tree.match(key_of(1), "tagged").node is tagged
 
 
-def test_extend_goes_on_below_a_locked_node():
+def test_extend_continues_below_a_locked_node():
     tree = filled()
     node = tree.match(key_of(1, 2, 3, 4, 5, 6, 7, 8)).node
     tree.lock(node)
@@ -147,7 +147,7 @@ def test_extend_goes_on_below_a_locked_node():
     tree.check()
 
 
-def test_extend_works_on_though_the_locked_node_was_split():
+def test_extend_continues_after_the_locked_node_was_split():
     tree = filled()
     node = tree.match(key_of(1, 2, 3, 4, 5, 6, 7, 8)).node
     tree.lock(node)
@@ -222,7 +222,7 @@ def test_clear_is_refused_while_something_is_locked():
     assert tree.total_pages == 8
 
 
-def test_listeners_hear_of_every_change():
+def test_listeners_get_every_change():
     tree = RadixCache()
     recorder = Recorder()
     tree.listeners.append(recorder)

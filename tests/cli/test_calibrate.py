@@ -40,7 +40,7 @@ def test_points_fit_the_device_and_begin_with_the_quick_ones(info):
         assert point.rows < info.max_pool_rows
 
 
-def test_a_device_with_much_memory_is_asked_about_fifty_steps():
+def test_a_device_with_much_memory_measures_fifty_steps():
     found = points(make_info(context_length=131_072, num_pages=60_000, max_pool_rows=257))
     assert 40 <= len(found) <= 60
     assert {bool(point.rows) + 2 * bool(point.chunk) for point in found} == {1, 2, 3}

@@ -40,7 +40,7 @@ def test_counts(text, value):
 
 
 @pytest.mark.parametrize("text", ["", "x", "8kk", "1.5", "0x10", "1e3"])
-def test_what_is_no_count(text):
+def test_invalid_counts(text):
     with pytest.raises(ValueError, match="whole number"):
         parse_count(text)
 
@@ -81,7 +81,7 @@ def test_values_in_a_file_may_be_yaml_values(tmp_path):
     assert chosen.tokenizer_path == "/t"
 
 
-def test_tenants_from_a_file_of_their_own_or_the_config_file(tmp_path):
+def test_tenants_from_a_separate_file_or_the_config_file(tmp_path):
     tenants, config = tmp_path / "t.yaml", tmp_path / "c.yaml"
     tenants.write_text("acme: {weight: 2}\n'*': {max_queued: 5}\n")
     config.write_text("tenants: {acme: {weight: 3}}\n")
@@ -93,7 +93,7 @@ def test_tenants_from_a_file_of_their_own_or_the_config_file(tmp_path):
         settings("--tenants", str(tenants))
 
 
-def test_targets_of_service_classes_stand_in_the_config_file(tmp_path):
+def test_targets_of_service_classes_come_from_the_config_file(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("slo-classes: {interactive: {ttft_ms: 500, tpot_ms: 30}, flex: {ttft_ms: 60000}}\n")
     chosen = settings("--config", str(file)).settings.slo_classes
@@ -115,7 +115,7 @@ def test_help_word_finds_settings_without_a_flag():
     assert "clip-max-new-tokens: most output tokens set aside" in " ".join(parser.format_help().split())
 
 
-def test_a_key_in_a_wrong_place_is_not_told(tmp_path):
+def test_the_value_of_a_misplaced_key_is_not_shown(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("tenant-keys: [sk-secret]")
     with pytest.raises(ConfigError) as error:
@@ -191,7 +191,7 @@ def test_mistakes_say_what_to_do(argv, words):
         settings(*argv)
 
 
-def test_flags_of_others_are_none_of_ours():
+def test_flags_of_other_servers_are_refused():
     own = {option[2:] for flag in all_flags() for option in (*flag.positive, *flag.negative)}
     assert not own & {name for names in FOREIGN_FLAGS.values() for name in names.split()}
 
@@ -204,7 +204,7 @@ def test_variables_that_are_empty_or_come_from_kubernetes_are_refused():
 
 
 @pytest.mark.parametrize("content", ["port: [1", "a: b: c", "\t- x"])
-def test_broken_yaml_is_told_in_one_line(tmp_path, content):
+def test_broken_yaml_is_one_line(tmp_path, content):
     file = tmp_path / "c.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"line \d+, column \d+") as error:
@@ -322,7 +322,7 @@ def test_every_command_has_help():
     assert {"serve", "generate", "doctor"} <= set(parser.format_help().split())
 
 
-def test_unknown_variables_are_told_but_not_those_of_kubernetes():
+def test_unknown_variables_are_reported_except_those_of_kubernetes():
     fine = {"TOKENYARD_PORT": "1", "TOKENYARD_CONFIG": "x", "TOKENYARD_ROUTE_PORT": "1", "TOKENYARD_NATIVE_LEVEL": "1"}
     pods = ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_30000_TCP_ADDR", "ROUTER_SERVICE_PORT", "ROUTER_PORT")
     environ = fine | {f"TOKENYARD_{name}": "tcp://10.0.0.1:30000" for name in pods}

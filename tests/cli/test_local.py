@@ -77,7 +77,7 @@ def test_the_output_never_overwrites_the_input(tmp_path, capsys):
     assert asked.read_text()
 
 
-def test_answers_to_several_prompts_are_told_apart_on_the_terminal(tmp_path, capsys):
+def test_answers_to_several_prompts_are_labelled_on_the_terminal(tmp_path, capsys):
     asked = tmp_path / "in.txt"
     asked.write_text("one\ntwo\n")
     assert main(["generate", "--input", str(asked), "--max-tokens", "3", *MOCK]) == 0

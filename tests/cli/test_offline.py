@@ -50,7 +50,7 @@ def test_token_ids_in_and_out(llm):
     assert completion.text == llm.tokenizer.decode(completion.token_ids)
 
 
-def test_several_answers_and_own_params(llm):
+def test_several_answers_and_params_per_prompt(llm):
     many, one = llm.generate(["a", "b"], [SamplingParams(n=3, max_new_tokens=2), SamplingParams(max_new_tokens=1)])
     assert [len(completion.token_ids) for completion in many.completions] == [2, 2, 2]
     assert len(one.completions) == 1
@@ -131,7 +131,7 @@ def test_an_answer_comes_piece_by_piece(llm):
         next(llm.stream("a", temperature=-1.0))
 
 
-def test_who_stops_reading_a_stream_frees_its_place():
+def test_a_reader_that_stops_frees_its_place():
     with LLM(executor="mock", mock_step_ms=20.0, max_running_requests=1) as llm:
         stream = llm.stream("a", max_tokens=1000)
         assert next(stream).token_ids
@@ -197,7 +197,7 @@ def test_several_threads_get_their_own_answers(llm):
         assert list(pool.map(texts, prompts * 6)) == list(alone.values()) * 6
 
 
-def test_without_params_the_models_own_defaults_count(llm):
+def test_without_params_the_models_defaults_apply(llm):
     params = llm.default_sampling_params(max_new_tokens=3)
     own = read_sampling_defaults(str(DEMO_MODEL), "model")
     assert own["temperature"] > 0

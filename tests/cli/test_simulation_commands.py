@@ -46,7 +46,7 @@ def test_simulate_writes_numbers_report_and_steps(tmp_path, capsys):
     assert "SLO attainment" in capsys.readouterr().out
 
 
-def test_adaptive_tells_its_changes_and_refuses_wrong_candidates(tmp_path):
+def test_adaptive_reports_its_changes_and_refuses_wrong_candidates(tmp_path):
     out, words = tmp_path / "o.json", ["--schedule-policy", "adaptive", "--policy-options"]
     rush = ["--synthetic", "plain", "--request-rate", "30", "--limit", "400", "--quiet"]
     assert run_simulate(simulate_args(*rush, *words, "among=fcfs+slo,interval_s=3", "--json", str(out))) == 0
@@ -79,7 +79,7 @@ def test_a_narrow_terminal_gets_several_tables_and_every_figure(monkeypatch, cap
         (["--schedule-policy", "fcfs"], ""),
     ],
 )
-def test_a_policy_that_was_replaced_is_told(tmp_path, capsys, flags, words):
+def test_a_policy_that_was_replaced_is_reported(tmp_path, capsys, flags, words):
     out, report = tmp_path / "o.json", tmp_path / "r.html"
     assert run_simulate(simulate_args(*SMALL, *flags, "--json", str(out), "--report", str(report))) == 0
     assert words in json.loads(out.read_text())["policy_note"]
@@ -199,7 +199,7 @@ def test_a_fleet_shows_each_of_its_workers(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_oracle_stands_apart(tmp_path, capsys):
+def test_the_oracle_is_shown_apart(tmp_path, capsys):
     out, report = tmp_path / "o.json", tmp_path / "r.html"
     tight = ["--synthetic", "plain", "--limit", "80", "--request-rate", "60", "--max-total-tokens", "12k"]
     outputs = ["--json", str(out), "--report", str(report)]
@@ -220,7 +220,7 @@ def test_the_oracle_stands_apart(tmp_path, capsys):
     assert hashes[1] != hashes[3]
 
 
-def test_compare_tells_what_is_wrong_with_one_of_its_settings():
+def test_compare_names_what_is_wrong_with_one_of_its_settings():
     with pytest.raises(ConfigError, match="no schedule policy 'nonsense'"):
         run_compare(parse(add_compare_arguments, "fcfs", "nonsense", *SMALL, "--quiet"))
     with pytest.raises(ConfigError, match="as names"):
@@ -298,7 +298,7 @@ def test_goodput_takes_no_preset_flag_and_no_tolerance_of_nothing():
             run_goodput(parse(add_goodput_arguments, "fcfs", *SMALL, *extra))
 
 
-def test_a_policy_of_ones_own_that_raises_fails_the_run_with_its_place(tmp_path, monkeypatch, capsys):
+def test_a_user_policy_that_raises_fails_the_run_with_its_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "raising_policies.py").write_text(
         "from tokenyard.policy import Policy\n\n\nclass Raising(Policy):\n    def order(self, views):\n"
         "        yield from views.waiting.tolist()\n        raise ValueError('not today')\n"
@@ -325,7 +325,7 @@ def test_a_poor_fit_makes_the_prediction_a_warning(tmp_path, capsys):
         assert (printed in report.read_text()) is warned
 
 
-def test_what_was_left_out_stands_below_the_table_and_on_the_page(tmp_path, capsys):
+def test_what_was_left_out_is_below_the_table_and_in_the_report(tmp_path, capsys):
     lines = [{"arrival_s": place, "prompt_tokens": 50, "output_tokens": 9} for place in range(40)]
     lines += [{"arrival_s": 40, "prompt_tokens": 0, "output_tokens": 9}]
     lines += [{"arrival_s": 41, "prompt_tokens": 50, "output_tokens": 0, "complete": False}]

@@ -82,7 +82,7 @@ def test_a_full_disk_is_one_line():
 
 
 @pytest.mark.parametrize(("argv", "status"), [(["--help"], 0), (SIMULATE, 1)])
-def test_a_reader_that_leaves_ends_the_command_quietly(argv, status):
+def test_a_closed_pipe_ends_the_command_quietly(argv, status):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "tokenyard", *argv]

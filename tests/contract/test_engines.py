@@ -102,7 +102,7 @@ def test_control_is_the_same(with_engine):
     with_engine(work)
 
 
-def test_an_answer_that_was_begun_goes_on_from_there(in_engine):
+def test_a_begun_answer_is_continued(in_engine):
     """Wherever it is cut: text, tokens, stop strings across the border, limits and usage are those of the whole."""
 
     async def work(manager):
@@ -129,7 +129,7 @@ def test_an_answer_that_was_begun_goes_on_from_there(in_engine):
     in_engine(work)
 
 
-def test_logprobs_of_an_answer_that_was_begun_are_those_of_what_is_new(in_engine):
+def test_logprobs_of_a_continued_answer_cover_only_the_new_tokens(in_engine):
     async def work(manager):
         options = {"logprobs": LogprobOptions(output=True, prompt_from=0), "tokens": 12}
         _, tokens, *_ = answer_of(await collect(manager, spec(PROMPT, **options)))
@@ -139,7 +139,7 @@ def test_logprobs_of_an_answer_that_was_begun_are_those_of_what_is_new(in_engine
     in_engine(work)
 
 
-def test_a_whole_answer_ends_at_once_and_a_wrong_one_is_refused(in_engine):
+def test_a_complete_answer_ends_at_once_and_a_wrong_one_is_refused(in_engine):
     async def work(manager):
         _, tokens, *_ = answer_of(await collect(manager, spec(PROMPT, tokens=8)))
         (end,) = await collect(manager, spec(PROMPT, tokens=8, output_ids=tokens))
@@ -160,7 +160,7 @@ def test_a_whole_answer_ends_at_once_and_a_wrong_one_is_refused(in_engine):
         {"temperature": 0.9, "repetition_penalty": 1.4, "min_new_tokens": 20},
     ],
 )
-def test_a_model_goes_on_with_an_answer_as_it_would_have_itself(torch_engine, sampling):
+def test_a_continued_answer_equals_the_uninterrupted_one(torch_engine, sampling):
     """Seeds and penalties count from the first token, those that the request brought with it included."""
 
     def answer(cut=0, tokens=()):

@@ -127,7 +127,7 @@ def test_steps_in_flight_read_each_others_tokens(executor):
     assert [executor.collect(ticket).tokens.tolist()[0] for ticket in tickets] == alone
 
 
-def test_a_row_taken_up_again_repeats_itself(executor):
+def test_a_resumed_row_repeats_itself(executor):
     tokens = answer(executor, 0, [17], 4, first_page=1)
     known = PROMPT + tokens[:2]
     plan = chunk(9, 1, known, 0, len(known), pages=pages_for(executor, 24, first=40))

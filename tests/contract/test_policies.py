@@ -52,7 +52,7 @@ def run(name, around="", pool="ample", depth=2, **more):
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize(("name", "around"), EVERY)
-def test_everybody_gets_the_whole_answer_once(name, around, pool):
+def test_every_request_gets_its_whole_answer_once(name, around, pool):
     yard = run(name, around, pool)
     expected = run("fcfs", pool="ample")
     assert yard.tokens == expected.tokens

@@ -72,7 +72,7 @@ def test_a_prompt_reaches_as_far_as_there_is_no_gap(store):
     assert store.count_maybe_stored(DIGESTS) == (len(DIGESTS) if shared(store) else 2)
 
 
-def test_what_was_not_used_for_longest_makes_way_and_ends_of_prompts_before_their_beginnings(store):
+def test_the_least_recently_used_blocks_are_evicted_first_and_tails_before_heads(store):
     if shared(store):
         pytest.skip("the server decides what makes way")
     for place in range(BLOCKS):
@@ -89,7 +89,7 @@ def test_what_was_not_used_for_longest_makes_way_and_ends_of_prompts_before_thei
     assert all(holds(store, place) for place in (*range(BLOCKS - 1), 8))
 
 
-def test_a_store_that_was_cleared_is_empty_and_of_use(store):
+def test_a_cleared_store_is_empty_and_usable(store):
     store.put(DIGESTS[0], content(0))
     store.clear()
     assert (store.blocks, store.count_stored(DIGESTS)) == (0, 0)

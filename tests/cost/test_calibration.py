@@ -34,7 +34,7 @@ def clock(step_s):
 
 
 @pytest.mark.parametrize("profile", ["h100/llama-3-8b", "a100/llama-2-7b", "cpu/demo", "cpu/smollm2-135m"])
-def test_a_few_steps_make_a_belief_right_that_was_far_off(profile):
+def test_a_few_steps_correct_a_prior_that_was_far_off(profile):
     calibrated = quick_calibration(executor(profile), PRIOR, clock(0.01))
     rig = CalibrationRunner(executor(profile))
     for point in STEPS:
@@ -43,13 +43,13 @@ def test_a_few_steps_make_a_belief_right_that_was_far_off(profile):
     assert calibrated.links == PRIOR.links
 
 
-def test_a_slow_device_is_asked_about_few_steps_and_still_believed():
+def test_a_slow_device_measures_few_steps_and_is_still_fitted():
     calibrated = quick_calibration(executor("a100/llama-3-70b"), PRIOR, clock(0.2))
     work, seconds = CalibrationRunner(executor("a100/llama-3-70b")).measure(CalibrationPoint(rows=1, context=16))
     assert calibrated.step(work) == pytest.approx(seconds, rel=0.2)
 
 
-def test_a_small_pool_is_asked_about_what_fits_it():
+def test_a_small_pool_measures_what_fits_it():
     calibrated = quick_calibration(
         executor("cpu/demo", context_length=64, num_pages=8, max_pool_rows=2), PRIOR, clock(0.0)
     )
@@ -86,7 +86,7 @@ class PageTables:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("windows", [None, WindowGroup(9, 200), WindowGroup(100, 120), WindowGroup(4096, 8000)])
-def test_steps_read_pages_of_their_own_in_every_group_of_layers(windows, page_size):
+def test_steps_read_separate_pages_in_every_group_of_layers(windows, page_size):
     inner = executor("cpu/demo", page_size=page_size, windows=windows)
     followed = PageTables(inner)
     calibrated = quick_calibration(followed, PRIOR, clock(0.0))

@@ -53,7 +53,7 @@ def test_the_prediction_for_a_busy_device_is_its_mean_time(kind, factor):
     assert predicted_s == pytest.approx(took_s, rel=0.04)
 
 
-def test_a_step_that_stood_still_changes_little():
+def test_a_stalled_step_changes_little():
     truth = get_profile("h100", "llama-3-8b").cost()
     online = OnlineCost(truth)
     rng = random.Random(8)

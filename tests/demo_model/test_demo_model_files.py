@@ -31,7 +31,7 @@ def tensor_headers() -> dict[str, dict[str, object]]:
 
 
 @given(st.text().filter(lambda text: not any(marker in text for marker in MARKERS)))
-def test_any_text_comes_back_from_the_tokenizer(text: str) -> None:
+def test_any_text_survives_the_tokenizer(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids) == text
 
 

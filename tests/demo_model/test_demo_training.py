@@ -100,7 +100,7 @@ def test_rates_warm_up_and_fall() -> None:
     assert factors[-1] == pytest.approx(train_demo_model.FINAL_RATE)
 
 
-def test_repetition_tells_a_loop_from_a_story() -> None:
+def test_repetition_distinguishes_a_loop_from_a_story() -> None:
     assert check_demo_model.repetition_of([1, 2, 3, 4, 5, 6, 7, 8] * 3).loops
     assert check_demo_model.repetition_of([7] * 30).loops
     assert not check_demo_model.repetition_of(range(200)).loops

@@ -84,7 +84,7 @@ def cut(world: World) -> None:
 BREAKS = {"kill -9": kill_p, "stop": stop_p, "restart": restart_p, "cut": cut, "decode side stops": stop_d}
 
 
-def test_the_prompt_is_computed_there_and_the_answer_goes_on_here():
+def test_the_prompt_is_computed_there_and_the_answer_decoded_here():
     world = World()
     serve(world)
     assert world.d.decode_peer.counters == {"transferred": 1}
@@ -106,7 +106,7 @@ def test_whatever_breaks_at_whatever_moment(what, moment):
 @pytest.mark.parametrize(
     ("sender", "kind"), [("d", "Want"), ("p", "Offer"), ("d", "Done"), ("p", "Done"), ("d", "Beat"), ("p", "Beat")]
 )
-def test_messages_that_are_lost_or_come_twice(sender, kind, fate):
+def test_lost_and_duplicated_messages(sender, kind, fate):
     seen = []
 
     def fault(by, message):
@@ -122,7 +122,7 @@ def test_messages_that_are_lost_or_come_twice(sender, kind, fate):
     world.settle()
 
 
-def test_a_drop_that_is_lost_is_made_up_for_by_the_lease():
+def test_a_lost_drop_is_covered_by_the_lease():
     world = World(lambda sender, message: "lost" if type(message).__name__ == "Drop" else "")
     world.read_fault = "checksum"
     serve(world)
@@ -148,7 +148,7 @@ def test_a_late_read_of_pages_that_went_to_others_does_not_count():
     world.settle()
 
 
-def test_a_client_that_hangs_up_at_any_moment_leaves_nothing():
+def test_a_client_that_disconnects_at_any_moment_leaves_nothing():
     for moment in MOMENTS:
         world = World()
         number = world.ask(prompt())
@@ -192,7 +192,7 @@ def test_a_prefill_engine_with_a_full_queue_refuses():
     world.settle()
 
 
-def test_a_slow_prefill_engine_is_not_waited_for_without_end():
+def test_the_wait_for_a_slow_prefill_engine_is_bounded():
     world = World()
     world.p.busy_until = world.now + 6000 * MS
     serve(world)
@@ -215,7 +215,7 @@ def test_an_answer_of_one_token_moves_no_pages(max_new):
     world.settle()
 
 
-def test_a_restarted_engine_knows_nothing_of_the_keys_of_the_one_before():
+def test_a_restarted_engine_does_not_know_the_keys_of_its_predecessor():
     world = World()
     world.p.prefill_peer.received(1, Want("k", b"", None, boot_id="p0"), world.now)
     (sent,) = world.p.prefill_peer.take()

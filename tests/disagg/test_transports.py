@@ -227,7 +227,7 @@ def test_what_is_no_frame_of_a_handshake_is_refused(data):
         decode_opening(frames.next())
 
 
-def test_a_digest_tells_weights_apart(tmp_path):
+def test_a_digest_distinguishes_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"a" * 5000)
     first = model_digest(str(tmp_path))

@@ -112,7 +112,7 @@ def test_prompts_are_computed_there_and_the_answer_is_the_same(engines):
         nothing_left(server)
 
 
-def test_halves_that_a_router_sends_meet_in_their_room(engines):
+def test_halves_of_a_request_meet_by_their_bootstrap_room(engines):
     p, d = engines
     host, port = disagg_state(p)["address"].split(":")
     expected, before = ask(p, "Jane"), disagg_state(d).get("transferred", 0)
@@ -172,7 +172,7 @@ def test_a_client_that_streams_sees_only_a_pause_when_either_side_is_killed(engi
 
 
 @pytest.mark.slow
-def test_engines_that_do_not_fit_go_their_own_ways(engines, settings):
+def test_incompatible_engines_serve_alone(engines, settings):
     p, _ = engines
     other = Server(
         "--page-size", "32", "--disaggregation-mode", "decode", "--prefill-engines", p.url, "--dtype", "float32"
@@ -185,7 +185,7 @@ def test_engines_that_do_not_fit_go_their_own_ways(engines, settings):
 
 
 @pytest.mark.slow
-def test_a_prefill_engine_that_is_gone_for_good_is_not_missed(engines):
+def test_a_prefill_engine_that_is_gone_for_good_costs_no_answer(engines):
     p, d = engines
     expected = ask(p, "Ida")
     p.process.kill()

@@ -47,7 +47,7 @@ def wait_until(condition, most_s: float = 30.0) -> None:
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--tp-size", "2", "--threads", "2"), marks=pytest.mark.slow)])
-def test_a_server_that_is_started_again_finds_its_kv(tmp_path, more):
+def test_a_restarted_server_finds_its_kv(tmp_path, more):
     flags = (*FLAGS, "--hicache-storage-dir", str(tmp_path), *more)
     server = Server(*flags)
     answer, cached = ask(server)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), r
 STREAMS = 24
 
 
-def test_a_killed_scheduler_is_started_again_and_every_stream_comes_to_its_end():
+def test_a_killed_scheduler_is_restarted_and_every_stream_completes():
     outcome = faults.kill_scheduler(STREAMS)
     assert outcome.ends == {"done": STREAMS}
     assert not outcome.notes
@@ -31,14 +31,14 @@ def test_ranks_that_are_killed_leave_their_streams_to_the_others_without_gap_or_
 
 
 @pytest.mark.slow
-def test_the_same_of_four_ranks_under_many_streams_killed_or_standing_still():
+def test_four_ranks_killed_or_stalled_under_many_streams():
     # So long that no rank has answered all of its streams before the last one has begun.
     all_went_on(faults.break_ranks(256, 4, (signal.SIGKILL, signal.SIGSTOP), tokens=150), 4 * 2 * 256)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_broken_detokenizer_is_started_again_and_no_stream_has_a_gap_or_repeat(number):
+def test_a_broken_detokenizer_is_restarted_and_no_stream_has_a_gap_or_repeat(number):
     all_went_on(faults.break_detokenizer(STREAMS, 2, number), STREAMS)
 
 
@@ -48,14 +48,14 @@ def test_a_killed_server_leaves_no_process_behind():
     assert not outcome.notes
 
 
-def test_clients_that_hang_up_lose_no_pages():
+def test_clients_that_disconnect_lose_no_pages():
     outcome = faults.disconnects(4 * STREAMS)
     assert set(outcome.ends) == {"disconnected", "done"}
     assert outcome.pages == "conserved"
     assert outcome.exit_status == 0
 
 
-def test_clients_that_hang_up_free_their_kv_within_a_second():
+def test_clients_that_disconnect_free_their_kv_within_a_second():
     outcome = faults.hang_up(STREAMS)
     assert outcome.ends == {"disconnected": STREAMS}
     assert int(outcome.notes[0].split()[0]) >= STREAMS

@@ -235,7 +235,7 @@ IN_FLOAT32 = ("--dtype", "float32")
         pytest.param({"temperature": 0}, IN_FLOAT32, marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_that_is_killed_while_a_client_streams_is_not_seen(sampling, flags):
+def test_a_client_does_not_notice_that_its_engine_is_killed(sampling, flags):
     """In bfloat16 only deterministic inference promises it: otherwise a narrow draw may change where the answer so far
     is computed again.
     """

@@ -73,7 +73,7 @@ class Stream(threading.Thread):
 
 
 @pytest.mark.slow
-def test_a_model_on_the_cpu_gives_way_to_the_rest_of_the_server():
+def test_a_model_on_the_cpu_yields_to_the_rest_of_the_server():
     server = Server("--threads", "2")
     try:
         niceness = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (*server.children(), server.process.pid)]
@@ -93,7 +93,7 @@ def test_probes_and_the_box(steady_server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_place(steady_server, stream):
+def test_a_client_that_disconnects_frees_its_place(steady_server, stream):
     body = json.dumps({"prompt": "Hello there", "max_tokens": 900, "stream": stream, "ignore_eos": True}).encode()
     host, port = steady_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -153,7 +153,7 @@ def test_second_signal_stops_at_once(slow_server):
     assert wait_until(lambda: not any(alive(pid) for pid in children))
 
 
-def test_a_request_that_never_comes_in_full_holds_up_no_exit(slow_server):
+def test_an_incomplete_request_does_not_delay_the_exit(slow_server):
     host, port = slow_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
@@ -258,7 +258,7 @@ def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--executor", "mock"], pytest.param(["--device", "cpu"], marks=pytest.mark.slow)])
-def test_a_model_that_is_not_there_is_said_in_one_line(flags):
+def test_a_missing_model_is_one_line(flags):
     server = Server(*flags, "--model", "/nonexistent/model", ready=False)
     assert server.wait(60) == 2
     assert server.log == "tokenyard: there is no model folder '/nonexistent/model'\n"

@@ -15,7 +15,7 @@ def tokens_of(event_list):
     return [token for event in event_list[:-1] for token in event["choices"][0]["token_ids"]]
 
 
-def test_a_paused_request_goes_on_exactly_where_it_stopped(mock_server):
+def test_a_paused_request_resumes_exactly_where_it_stopped(mock_server):
     url = mock_server.url
     expected = httpx2.post(f"{url}/v1/completions", json=BODY).json()["choices"][0]["token_ids"]
     text = ""

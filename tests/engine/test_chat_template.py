@@ -65,7 +65,7 @@ def test_a_template_that_fails_is_the_clients_error(source, words):
         render(source)
 
 
-def test_no_template_is_said():
+def test_a_missing_template_is_an_error():
     with pytest.raises(InvalidRequestError, match="no chat template"):
         ChatTemplate({}, {}).render(MESSAGES)
 
@@ -85,7 +85,7 @@ def test_a_message_that_occurs_in_the_markup_is_continued_at_its_end():
     assert render(source, messages, continue_final_message=True) == "<|user|>Hi<|end|><|assistant|>end"
 
 
-def test_nothing_to_continue_is_said():
+def test_nothing_to_continue_is_an_error():
     for last in ({"role": "assistant", "content": None}, {"role": "user"}):
         with pytest.raises(InvalidRequestError, match="no last message"):
             render(PLAIN, [*MESSAGES, last], continue_final_message=True)

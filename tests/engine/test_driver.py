@@ -167,7 +167,7 @@ def test_a_pause_holds_everything_until_resume(loop, depth):
 @both_loops
 @pytest.mark.parametrize("where", ["launches", "collects"])
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_after_a_failed_step_all_requests_go_on(loop, depth, where, step):
+def test_after_a_failed_step_all_requests_continue(loop, depth, where, step):
     def answers(**failing):
         executor = FailingExecutor(watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8), **failing)
         port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)], [snapshot(1)])
@@ -315,7 +315,7 @@ def test_a_policy_that_starts_nothing_is_blamed(loop, depth, caplog):
 
 
 @both_loops
-def test_a_pause_of_everything_is_no_standstill(loop, depth, caplog):
+def test_a_pause_of_everything_is_no_stall(loop, depth, caplog):
     port = PatientPort(8, [Pause(), submit(1)], [], [Resume()])
     run(loop, depth, port)
     assert len(port.tokens()[1]) == 4
@@ -341,7 +341,7 @@ def test_a_long_device_step_is_alive_and_a_hung_loop_is_not():
     assert heartbeat_age_s(beat, beat.sent_ns + 1_000_000_000) >= 1.05
 
 
-def test_heartbeats_go_on_during_a_step(monkeypatch):
+def test_heartbeats_continue_during_a_step(monkeypatch):
     monkeypatch.setattr("tokenyard.engine.scheduler_process.health.liveness.HEARTBEAT_INTERVAL_S", 0.02)
     state, beats = LoopState(), []
     thread = HeartbeatThread(state, beats.append, lambda: None)
@@ -366,7 +366,7 @@ def test_log_lines_keep_the_order_that_people_grep(caplog):
 
 
 @both_loops
-def test_a_row_of_nan_ends_with_an_error_and_the_others_go_on(loop, depth, caplog):
+def test_a_row_of_nan_ends_with_an_error_and_the_others_continue(loop, depth, caplog):
     port = ScriptedPort([submit(0, tokens=8), submit(1, tokens=8)])
     inner = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
     run(loop, depth, port, executor=NanExecutor(inner, collects=[3]))

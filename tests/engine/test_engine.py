@@ -95,7 +95,7 @@ def test_answers_are_the_same_streamed_or_not_and_count_right(in_engine):
     assert in_engine(work) == with_engine(work, overlap=False)
 
 
-def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece(in_engine):
+def test_a_stalled_process_gets_what_it_missed_in_one_piece(in_engine):
     async def work(manager):
         options = {"n": 2, "logprobs": LogprobOptions(output=True), "tokens": 200}
         whole = await collect(manager, spec(stream=False, **options))
@@ -142,7 +142,7 @@ def test_a_client_that_leaves_is_followed_to_the_end(in_engine):
     in_engine(work)
 
 
-def test_a_client_that_leaves_before_its_last_token_is_written_is_told_of_the_end(in_engine):
+def test_a_client_that_leaves_before_its_last_token_is_written_gets_the_end(in_engine):
     async def work(manager):
         read, ends = [], []
         finished = (await manager.snapshot())["counters"]["finished"]
@@ -371,7 +371,7 @@ def test_an_engine_that_cannot_start_says_why(options, reason, monkeypatch, shor
     assert list(short_path.iterdir()) == []
 
 
-def test_a_device_that_stays_broken_ends_the_engine_and_clients_hear_why(monkeypatch):
+def test_a_device_that_stays_broken_ends_the_engine_and_clients_get_the_reason(monkeypatch):
     monkeypatch.setitem(CHILD_MODULES, "scheduler", "tests.engine.broken_child")
     monkeypatch.setattr(supervisor, "RESTART_PAUSES_S", (0.0, 0.1))
     reasons = []
@@ -418,7 +418,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("mode", ["text", "ids"])
-def test_children_and_sockets_go_with_a_killed_parent(mode, short_path):
+def test_children_and_sockets_are_gone_after_the_parent_is_killed(mode, short_path):
     environment = {**os.environ, "TMPDIR": str(short_path), "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen([sys.executable, "-c", PARENT, mode], stdout=subprocess.PIPE, env=environment, cwd=ROOT)
     assert parent.stdout.readline() == b"up\n"

@@ -61,7 +61,7 @@ def test_a_wrong_one_ends_its_request_and_no_other(compiling):
     assert by_number[30].cause == "failed"
 
 
-def test_one_that_takes_too_long_is_given_up_and_later_ones_are_told_that_all_is_busy(compiling, monkeypatch):
+def test_one_that_takes_too_long_is_given_up_and_later_ones_are_refused_as_busy(compiling, monkeypatch):
     monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.2)
     events = outcome(compiling, "slow", "slow", "good")
     causes = {event.numbers[0]: event.cause for event in events if isinstance(event, Cancel)}

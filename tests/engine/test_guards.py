@@ -128,7 +128,7 @@ class Sink:
 
 
 @both_loops
-def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth, own_policies, caplog):
+def test_a_stalling_policy_is_replaced_by_fcfs_and_a_tape_shows_when(loop, depth, own_policies, caplog):
     executor = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
     settings = SchedulerSettings(
         max_in_flight=depth,
@@ -173,7 +173,7 @@ def test_a_slow_tape_is_not_counted_as_the_policys_time(loop, depth, own_policie
 
 @both_loops
 @pytest.mark.parametrize("name", ["Endless", "Stubborn"])
-def test_a_policy_that_never_comes_back_is_broken_off(loop, depth, name, own_policies):
+def test_a_policy_that_never_returns_is_interrupted(loop, depth, name, own_policies):
     port = ScriptedPort([submit(number, tokens=2) for number in range(1, 5)], [snapshot(1)])
     run(loop, depth, port, schedule_policy=f"my_policies:{name}")
     assert {finish.reason for finish in port.finished().values()} == {"length"}
@@ -181,7 +181,7 @@ def test_a_policy_that_never_comes_back_is_broken_off(loop, depth, name, own_pol
     assert f"fcfs (my_policies:{name} failed: it raised StalledError" in state["policy"]
 
 
-def test_only_what_the_guarded_function_calls_is_broken_off():
+def test_only_what_the_guarded_function_calls_is_interrupted():
     def guarded(work):
         try:
             work()
@@ -201,7 +201,7 @@ def test_only_what_the_guarded_function_calls_is_broken_off():
         spin()
 
 
-def test_outside_the_main_thread_nothing_is_broken_off():
+def test_outside_the_main_thread_nothing_is_interrupted():
     def work():
         with interrupt_after(0.001):
             time.sleep(0.02)
@@ -243,7 +243,7 @@ def stalls(policy, steps_ns):
     return None
 
 
-def test_only_own_policies_are_watched_and_only_for_what_happens_again_and_again():
+def test_only_user_policies_are_watched_and_only_for_repeated_stalls():
     slow, fine = STALL_NS + 1, STALL_NS
     assert stalls("my:Policy", [slow] * 9) == MAX_VIOLATIONS
     assert stalls("priority+my:Policy", [slow, fine] * 9) == 2 * MAX_VIOLATIONS - 1

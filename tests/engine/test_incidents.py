@@ -14,7 +14,7 @@ def said(caplog):
     return lines
 
 
-def test_the_first_is_told_at_once_and_the_rest_together(caplog):
+def test_the_first_is_logged_at_once_and_the_rest_together(caplog):
     incidents = Incidents()
     incidents.on_finished([*refused("queue_full"), *refused("client_gone"), Finish(5, "stop")])
     incidents.log_due(0)

@@ -140,7 +140,7 @@ def test_the_socket_directory_is_private_and_goes_away():
     assert not path.exists()
 
 
-def test_a_path_too_long_for_a_socket_is_said(monkeypatch, tmp_path):
+def test_a_path_too_long_for_a_socket_is_an_error(monkeypatch, tmp_path):
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))

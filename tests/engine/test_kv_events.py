@@ -43,7 +43,7 @@ def run(*groups, **settings):
     return kept.events, port.tokens()
 
 
-def test_what_enters_and_leaves_is_told_in_order():
+def test_what_enters_and_leaves_is_published_in_order():
     events, tokens = run([submit(1, range(2, 10))], [submit(2, range(20, 32))], [flush(1)], enable_kv_events=True)
     names = [event["type"] for event in events]
     assert names[0] == names[-1] == "AllBlocksCleared"
@@ -66,7 +66,7 @@ def test_what_enters_and_leaves_is_told_in_order():
     assert set(block_hashes(make_key(whole), 1, root_hash(""))) <= set(stored)
 
 
-def test_nothing_is_told_unless_asked_for():
+def test_nothing_is_published_by_default():
     assert run([submit(1, range(2, 10))])[0] == []
 
 
@@ -118,7 +118,7 @@ def asked_again(publisher, number):
             found.append((int.from_bytes(at, "big"), msgspec.msgpack.decode(payload)[1]))
 
 
-def test_what_was_missed_can_be_asked_for_again():
+def test_missed_events_can_be_replayed():
     asked = []
     publisher = KvEventPublisher(
         "tcp://127.0.0.1:*", topic="t", replay_endpoint="tcp://127.0.0.1:*", request_snapshot=lambda: asked.append(1)
@@ -151,7 +151,7 @@ def test_a_subscriber_too_far_behind_gets_a_full_replay():
         publisher.close()
 
 
-def test_a_driver_tells_the_whole_cache_when_asked():
+def test_a_driver_publishes_the_whole_cache_on_request():
     call = RpcRequest(NO_REPLY, "publish_kv_snapshot")
     events, _ = run([submit(1, range(2, 10))], [call], enable_kv_events=True)
     replayed = events[[event["type"] for event in events].index("AllBlocksCleared", 1) :]

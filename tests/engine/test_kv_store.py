@@ -217,7 +217,7 @@ def test_a_read_that_fails_is_computed(store, answer, where):
     engine.close()
 
 
-def test_a_request_that_was_paused_comes_back_with_its_kv(monkeypatch):
+def test_a_paused_request_resumes_with_its_kv(monkeypatch):
     monkeypatch.setattr(module, "RECHECK_INTERVAL_NS", 0)
     alone = make_yard(enable_hierarchical_cache=False)
     expected = alone.submit(TOKENS, max_new=60)
@@ -319,7 +319,7 @@ def test_all_is_stored_at_the_end(answer, policy):
     assert store.blocks == 3
 
 
-def test_what_it_says_of_itself(store):
+def test_describe_counts_blocks_and_bytes(store):
     engine = Engine(store)
     engine.serve()
     (described,) = engine.moves.describe()["tiers"].values()

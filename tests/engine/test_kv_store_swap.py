@@ -66,7 +66,7 @@ def mock(pages):
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize(("loop", "depth"), LOOPS, ids=["normal", "overlap"])
-def test_a_victim_goes_to_host_memory_and_comes_back(loop, depth, policy, monkeypatch):
+def test_a_victim_is_swapped_to_host_memory_and_back(loop, depth, policy, monkeypatch):
     monkeypatch.setattr(module, "RECHECK_INTERVAL_NS", 0)
     executor, port = DeviceExecutor(mock(PAGES)), SwapPort()
     settings = SchedulerSettings(

@@ -98,7 +98,7 @@ class Yard:
         self.lookahead.close()
 
 
-def test_the_verdict_of_the_real_process_comes_back():
+def test_the_verdict_of_the_real_process_arrives():
     with Yard(COMMAND, requests=40, cpu_share=0.5) as yard:
         yard.turn_until(lambda: yard.state["looks"] >= 3)
         state = yard.state
@@ -127,7 +127,7 @@ def test_what_is_not_better_changes_nothing():
 
 
 @pytest.mark.parametrize("mode", FAULTS)
-def test_a_fault_leaves_the_policy_is_said_once_and_tried_again(mode, monkeypatch, caplog):
+def test_a_fault_keeps_the_policy_is_logged_once_and_retried(mode, monkeypatch, caplog):
     if mode in ("deaf", "sleeps"):
         monkeypatch.setattr(module, "STALL_NS", 300_000_000)
     monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 200_000)
@@ -172,7 +172,7 @@ def test_one_that_can_not_be_started_is_a_fault_as_well():
         assert yard.events == ["fcfs"]
 
 
-def test_after_a_fault_it_goes_on(tmp_path, caplog):
+def test_it_continues_after_a_fault(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with Yard(odd("dies once", str(tmp_path / "died"))) as yard:
         yard.turn_until(lambda: len(yard.events) >= 2)
@@ -199,7 +199,7 @@ def test_another_policy_ends_it_and_adaptive_begins_it():
             yard.lookahead.chosen(SetPolicy("adaptive", {"among": "slow"}), time.monotonic_ns())
 
 
-def test_ends_are_told():
+def test_ends_are_passed_on():
     with Yard(odd("worse")) as yard:
         empty = np.empty(0, np.int32)
         batch = TokenBatch(empty.astype(np.int64), empty, empty, finished=[Finish(1, "stop", completion_tokens=3)])
@@ -219,7 +219,7 @@ def test_without_work_it_does_not_look():
     ("loop", "depth"), [(event_loop_normal, 1), (event_loop_overlap, 2)], ids=["normal", "overlap"]
 )
 @pytest.mark.parametrize("mode", ["deaf", "sleeps", "dies when asked", "noise"])
-def test_the_loop_goes_on_whatever_it_does(loop, depth, mode, monkeypatch):
+def test_the_loop_continues_whatever_it_does(loop, depth, mode, monkeypatch):
     """Were the loop to wait for such a process, this would never end."""
     if mode in ("deaf", "sleeps"):
         monkeypatch.setattr(module, "STALL_NS", 100_000_000)

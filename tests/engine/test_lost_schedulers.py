@@ -107,7 +107,7 @@ async def begun(*readings, tokens=20):
 @pytest.mark.parametrize(
     "kind", [*ENGINES][:1] + [pytest.param(kind, marks=pytest.mark.slow) for kind in [*ENGINES][1:]]
 )
-def test_streams_go_on_without_gap_or_repeat(kind):
+def test_streams_continue_without_gap_or_repeat(kind):
     options = [
         {"tokens": 200},
         {"tokens": 200, "n": 3, "temperature": 1.0},
@@ -161,7 +161,7 @@ def test_streams_outlive_the_detokenizer_too(stop, monkeypatch):
     asyncio.run(main())
 
 
-def test_a_scheduler_may_end_while_the_detokenizer_stands_still(monkeypatch):
+def test_a_scheduler_may_end_while_the_detokenizer_is_stalled(monkeypatch):
     monkeypatch.setattr(failover, "FENCE_TIMEOUT_S", 0.5)
 
     async def main():
@@ -201,7 +201,7 @@ def with_own_code(**settings):
 @pytest.mark.parametrize(
     "policy", ["Swallows", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Measures", "Exits"))]
 )
-def test_a_policy_that_ends_or_stops_its_process_makes_way_for_fcfs(policy, monkeypatch, caplog):
+def test_a_policy_that_ends_or_stops_its_process_is_replaced_by_fcfs(policy, monkeypatch, caplog):
     monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.user_code")
 
     async def main():
@@ -242,7 +242,7 @@ def test_a_policy_chosen_while_it_ran_is_not_chosen_again_after_it_hung(monkeypa
     asyncio.run(main())
 
 
-def test_what_was_chosen_or_paused_holds_for_the_scheduler_that_is_started_again():
+def test_what_was_chosen_or_paused_holds_for_the_restarted_scheduler():
     async def main():
         async with running_engine(engine()) as manager:
             await manager.set_policy("mlfq", {})
@@ -321,7 +321,7 @@ def test_a_request_that_ends_its_scheduler_again_and_again_ends_with_an_error(mo
     asyncio.run(main())
 
 
-def test_a_client_that_leaves_while_nothing_runs_is_told_of_the_end():
+def test_a_client_that_leaves_while_nothing_runs_gets_the_end():
     async def main():
         async with running_engine(engine()) as manager:
             ended = asyncio.Queue()
@@ -341,7 +341,7 @@ def test_a_client_that_leaves_while_nothing_runs_is_told_of_the_end():
     asyncio.run(main())
 
 
-def test_a_scheduler_that_stands_still_is_ended_and_started_again(monkeypatch, caplog, capfd):
+def test_a_stalled_scheduler_is_ended_and_restarted(monkeypatch, caplog, capfd):
     monkeypatch.setattr(launch, "SILENCE_GRACE_S", 0.5)
 
     async def main():

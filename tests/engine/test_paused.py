@@ -27,7 +27,7 @@ def stream(rid="x", n=1, **fields) -> Stream:
     return made
 
 
-def test_a_record_is_the_request_and_where_it_stood():
+def test_a_record_is_the_request_and_its_progress():
     wanted = stream(text=TextOptions(stream=True), priority=3, deadline_ns=2_000_000, cache_salt="s", tenant="t")
     (made,) = specs_of(decode(encode(record_of(wanted, ANSWER, "m"))))
     assert (made.rid, made.seed, made.sampling.logit_bias) == ("x", 5, {3: 1.5})
@@ -74,7 +74,7 @@ def test_records_are_found_again_and_removed(tmp_path):
     asyncio.run(main())
 
 
-def test_a_request_that_goes_on_while_its_record_is_written_has_none(tmp_path):
+def test_a_request_that_resumes_while_its_record_is_written_has_none(tmp_path):
     async def main():
         records = PausedRequests(str(tmp_path), "m")
         wanted = stream()
@@ -88,7 +88,7 @@ def test_a_request_that_goes_on_while_its_record_is_written_has_none(tmp_path):
     asyncio.run(main())
 
 
-def test_the_oldest_record_makes_way(tmp_path, monkeypatch):
+def test_the_oldest_record_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(paused, "MAX_RECORDS", 2)
 
     async def main():
@@ -115,7 +115,7 @@ def newer(data: bytes) -> bytes:
         (newer, "version 2"),
     ],
 )
-def test_what_is_no_whole_record_is_counted_and_left_alone(tmp_path, caplog, spoil, why):
+def test_incomplete_records_are_counted_and_left_alone(tmp_path, caplog, spoil, why):
     async def main():
         await kept(tmp_path)
         (path,) = tmp_path.iterdir()
@@ -145,7 +145,7 @@ def test_what_is_wrong_inside_is_found_when_it_is_resumed(tmp_path, spoil, model
     asyncio.run(main())
 
 
-def test_an_adapter_that_is_not_loaded_is_said(tmp_path):
+def test_an_adapter_that_is_not_loaded_is_an_error(tmp_path):
     async def main():
         records = await kept(tmp_path, lora="mine#1")
         with pytest.raises(TokenyardError, match="'mine' is not loaded"):
@@ -187,7 +187,7 @@ async def _decodes(manager) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["streamed", "whole", "several"])
-def test_an_engine_goes_on_where_an_earlier_one_was_paused(tmp_path, kind):
+def test_an_engine_resumes_what_an_earlier_one_paused(tmp_path, kind):
     options = {"tokens": 120, "rid": "held", "temperature": 1.0, "stream": kind != "whole"}
     options |= {"n": 2} if kind == "several" else {}
 
@@ -223,7 +223,7 @@ async def read_whole_of(manager, wanted) -> Reading:
     return reading
 
 
-def test_a_request_that_goes_on_or_ends_has_no_record_any_more(tmp_path):
+def test_a_request_that_resumes_or_ends_has_no_record_any_more(tmp_path):
     async def main():
         async with running_engine(on_disk(mock_config(step_ms=3.0), tmp_path)) as manager:
             expected = await read_whole(manager, tokens=60)

@@ -130,7 +130,7 @@ def test_a_request_that_no_rank_has_room_for_is_refused():
     with_ranks(work)
 
 
-def test_other_ends_are_told_at_once():
+def test_other_ends_are_passed_on_at_once():
     async def work(manager, sent):
         reading = asked(manager)
         await asyncio.sleep(0.01)
@@ -142,7 +142,7 @@ def test_other_ends_are_told_at_once():
     with_ranks(work)
 
 
-def test_what_a_tenant_uses_is_told_to_all_other_ranks():
+def test_what_a_tenant_uses_is_sent_to_all_other_ranks():
     async def work(manager, sent):
         use = TenantUsage(["a"], [7], [9.0])
         manager.outputs.receive(use, 1)
@@ -151,7 +151,7 @@ def test_what_a_tenant_uses_is_told_to_all_other_ranks():
     with_ranks(work, 3)
 
 
-def test_what_waits_for_a_rank_goes_elsewhere_when_that_is_out_for_good():
+def test_what_waits_for_a_rank_goes_elsewhere_when_it_is_given_up():
     async def work(manager, sent):
         readings = [asked(manager, tenant="small"), asked(manager, tenant="small", rid="held")]
         await asyncio.sleep(0.01)

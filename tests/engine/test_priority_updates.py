@@ -98,7 +98,7 @@ def test_a_function_sees_the_request_and_the_system():
     assert (system.waiting, system.running, system.kv_free, system.attainment) == (2, 0, 1.0, {})
 
 
-def test_everybody_is_asked_about_on_arrival_and_then_every_period():
+def test_every_request_is_asked_about_on_arrival_and_then_every_period():
     asked = []
     bench = Bench(lambda view, system: asked.append(view.tenant) or 0)
     bench.priority_updates.poll(0)
@@ -112,7 +112,7 @@ def test_everybody_is_asked_about_on_arrival_and_then_every_period():
     assert asked == ["a", "b", "b"] * 2
 
 
-def test_only_changes_are_told():
+def test_only_changes_are_sent():
     bench = Bench(lambda view, system: view.waited_s // 2)
     bench.submit(request(1, arrival_ns=1))
     seconds = [PERIOD_NS * 4 * second + 1 for second in range(6)]
@@ -149,7 +149,7 @@ def test_newcomers_go_before_the_round():
     assert bench.poll(PERIOD_NS * 2 + 1)[0][0] == 100
 
 
-def test_those_who_do_not_wait_are_passed_over():
+def test_requests_that_do_not_wait_are_skipped():
     asked = []
     bench = Bench(lambda view, system: asked.append(view.tenant) or 0)
     bench.submit(request(1, tenant="a"))
@@ -263,7 +263,7 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth, monkeypatch):
 
 
 @both_loops
-def test_a_broken_function_harms_no_request(loop, depth, caplog):
+def test_a_broken_function_fails_no_request(loop, depth, caplog):
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     core = Scheduler(SchedulerSettings(max_in_flight=depth, enable_priority_scheduling=True), executor.info)
     priority_updates = PriorityUpdates(lambda view, system: time.sleep(0.001), "mod:f", core)
@@ -335,7 +335,7 @@ def test_an_open_gate_or_an_empty_batch_changes_nothing():
     assert bench.poll() == []
 
 
-def test_one_that_never_comes_back_is_switched_off_at_once():
+def test_one_that_never_returns_is_switched_off_at_once():
     def endless(view, system):
         while True:
             pass

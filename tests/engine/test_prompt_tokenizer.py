@@ -55,7 +55,7 @@ def test_a_text_beyond_the_bytes_of_its_tokens_is_refused_unseen():
     assert tokenizer.given == 0
 
 
-def test_a_text_that_is_surely_too_long_is_tokenized_a_little_beyond_the_limit_only():
+def test_a_text_that_is_certainly_too_long_is_tokenized_only_slightly_beyond_the_limit():
     tokenizer = Watched()
     prompts = PromptTokenizer(tokenizer, 10_000)
     text = "a b " * (prompts.max_bytes // 4)
@@ -98,7 +98,7 @@ def test_many_texts_are_tokenized_a_bounded_number_of_bytes_at_a_time(monkeypatc
     assert tokenizer.most <= 5000 < BYTES_AT_A_TIME
 
 
-def test_a_caller_that_goes_gives_its_room_back_when_its_thread_ends_and_not_before(monkeypatch):
+def test_a_cancelled_caller_returns_its_budget_only_when_its_thread_ends(monkeypatch):
     monkeypatch.setattr(prompt_tokenizer, "BYTES_AT_A_TIME", 2000)
     tokenizer = Watched()
     prompts = PromptTokenizer(tokenizer, 10_000)
@@ -119,7 +119,7 @@ def test_a_caller_that_goes_gives_its_room_back_when_its_thread_ends_and_not_bef
     assert (tokenizer.given, tokenizer.most) == (3600, 1800)
 
 
-def test_room_is_given_in_order_and_not_lost_to_those_who_stop_waiting():
+def test_the_budget_is_granted_in_order_and_not_lost_to_cancelled_callers():
     async def work():
         room, order = ByteSemaphore(10), []
 

@@ -55,7 +55,7 @@ def test_a_call_gets_its_own_reply():
     asyncio.run(main())
 
 
-def test_a_call_can_be_refused_or_come_to_nothing():
+def test_a_call_can_be_refused_or_lost():
     async def main():
         one, sent = client()
         refused = asyncio.create_task(one.call("set_policy", None, name="x", options={}))
@@ -79,7 +79,7 @@ def test_a_call_can_be_refused_or_come_to_nothing():
     asyncio.run(main())
 
 
-def test_heartbeats_say_how_a_scheduler_is():
+def test_heartbeats_carry_the_state_of_a_scheduler():
     one, _ = client()
     assert one.age_s(time.monotonic_ns()) == math.inf
     assert (one.counters, one.describe_heartbeat) == ({}, "nothing")
@@ -199,7 +199,7 @@ def test_limits_that_do_not_reach_all_ranks_keep_a_tenant_on_those_that_they_rea
     assert sent == [Cancel([4])]
 
 
-def test_a_rank_that_is_out_for_good_leaves_its_part_to_the_others():
+def test_a_rank_that_is_given_up_leaves_its_share_to_the_others():
     ranks, clients = joined(2, tenants={"small": TenantSettings(max_running=1)}, max_queued_requests=5)
     (home,) = ranks.balancer.may_serve(asked(tenant="small"))
     ranks.leave(clients[home].source, OverloadedError("gone"), 0)
@@ -231,7 +231,7 @@ def test_what_comes_while_no_scheduler_runs_waits_for_the_next_one():
     assert sent == []
 
 
-def test_a_policy_that_was_chosen_is_told_to_who_comes_later_unless_it_is_distrusted():
+def test_a_chosen_policy_is_sent_to_later_schedulers_unless_it_is_distrusted():
     async def main():
         ranks = DataParallelController()
         first, sent = client(0, 1)
@@ -252,7 +252,7 @@ def test_a_policy_that_was_chosen_is_told_to_who_comes_later_unless_it_is_distru
     asyncio.run(main())
 
 
-def test_no_call_waits_for_a_scheduler_that_is_started_again():
+def test_no_call_waits_for_a_restarting_scheduler():
     async def main():
         ranks = DataParallelController()
         with pytest.raises(OverloadedError, match="started again"):
@@ -277,13 +277,13 @@ def request(answers=1, output=()):
     return Request(10, "r", np.array([1, 2], np.int32), sampling, output_ids=np.array(output, np.int32))
 
 
-def test_a_request_that_has_not_begun_goes_on_as_it_is():
+def test_a_request_that_has_not_begun_is_resubmitted_unchanged():
     whole = request(3)
     assert continuation_requests(whole, {0, 1, 2}, {}) == [whole]
     assert continuation_requests(whole, {0, 1, 2}, {11: []}) == [whole]
 
 
-def test_answers_that_have_begun_go_on_by_their_own_number_and_seed():
+def test_answers_that_have_begun_continue_with_their_number_and_seed():
     parts = continuation_requests(request(3), {0, 2}, {12: [5, 6]})
     assert [(one.number, one.sampling.n, one.sampling.seed, one.output_ids.tolist()) for one in parts] == [
         (10, 1, 40, []),
@@ -295,6 +295,6 @@ def test_answers_that_have_begun_go_on_by_their_own_number_and_seed():
     assert grown.output_ids.tolist() == [7, 8]
 
 
-def test_tokens_are_told_apart_by_their_counts():
+def test_tokens_are_distinguished_by_their_counts():
     fenced = Fenced(1, np.array([3, 5, 9]), np.array([2, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
     assert answers_so_far(fenced) == {3: [7, 8], 5: [], 9: [9]}

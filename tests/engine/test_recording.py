@@ -82,7 +82,7 @@ def test_an_existing_tape_is_kept_and_only_its_owner_may_read_the_new_one(tmp_pa
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path):
+def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"--record .*No such file"):
         TapeFile(tmp_path / "nowhere" / "t")
 
@@ -137,7 +137,7 @@ def test_what_takes_too_long_ends_with_its_reason(watched, caplog, doing, words)
     assert "waiting=0" in caplog.text
 
 
-def test_what_is_quick_or_idle_goes_on(watched):
+def test_what_is_quick_or_idle_continues(watched):
     dog, done = watched
     for doing, seconds in (("step", 0.9), ("host", 0.9), ("idle", 500.0)):
         dog.check(beat(doing, seconds))

@@ -48,7 +48,7 @@ def opened(*answers):
     return table, found
 
 
-def test_news_reach_their_own_stream_and_end_it():
+def test_batches_reach_their_own_stream_and_end_it():
     async def main():
         table, (one, two) = opened(2, 1)
         assert len(table) == 2
@@ -92,7 +92,7 @@ def test_messages_that_come_together_make_one_delta_of_each_answer():
     asyncio.run(main())
 
 
-def test_a_reader_that_has_left_is_told_of_ends_that_it_has_not_read_and_then_forgotten():
+def test_a_detached_reader_gets_the_ends_it_has_not_read_and_is_then_removed():
     async def main():
         table, (stream,) = opened(3)
         await table.deliver([batch([3], finished=[Finish(3, "stop")])])
@@ -231,7 +231,7 @@ def test_a_reader_that_is_cancelled_where_it_waits_cleans_up_and_reads_no_more()
     asyncio.run(main())
 
 
-def test_others_have_their_turn_while_the_news_of_many_streams_come():
+def test_other_tasks_run_while_deltas_of_many_streams_arrive():
     async def main():
         table, many = opened(*[1] * 200)
         order = []
@@ -266,7 +266,7 @@ def test_a_reader_that_is_too_slow_loses_its_stream(monkeypatch):
     asyncio.run(main())
 
 
-def test_a_waiting_reader_hears_of_the_end_of_the_engine():
+def test_a_waiting_reader_gets_the_end_of_the_engine():
     async def main():
         table, (stream,) = opened(1)
 

@@ -30,7 +30,7 @@ def ids_of(tokenizer, text):
 @pytest.mark.parametrize(
     "text", ["Hello world, it's 5 o'clock.", "naïve 🤦🏽‍♂️ 日本語 \n\n done", "a", "\ufffd and more \ufffd"]
 )
-def test_text_comes_back_whole(tokenizer, text, stream):
+def test_text_is_restored_whole(tokenizer, text, stream):
     run = Run(tokenizer, ids_of(tokenizer, text), stream=stream)
     assert run.text == text
     assert run.tokens == ids_of(tokenizer, text)
@@ -139,7 +139,7 @@ def test_a_found_stop_wins_over_length_and_abort(tokenizer):
         assert (run.finish.message, run.finish.cause, run.text) == ("", "", "one")
 
 
-def test_the_beginning_of_a_stop_string_is_shown_when_it_comes_to_nothing(tokenizer):
+def test_the_beginning_of_a_stop_string_is_shown_when_the_rest_does_not_follow(tokenizer):
     ids = ids_of(tokenizer, "one two thr")
     assert Run(tokenizer, ids, stop=[" three"]).text == "one two thr"
 
@@ -161,7 +161,7 @@ def texts_by_token(tokenizer, ids, **options):
     stop=st.sampled_from([[], ["e"], ["the ", "zz"], ["🎉 b"]]),
     least=st.sampled_from([0, 20]),
 )
-def test_an_answer_that_was_begun_shows_what_is_still_to_be_shown(tokenizer, ids, cut, stream, stop, least):
+def test_a_continued_answer_shows_what_was_not_yet_shown(tokenizer, ids, cut, stream, stop, least):
     cut = min(cut, len(ids))
     options = {"stop": stop, "min_tokens": least, "prompt": [5, 6]}
     whole = Run(tokenizer, ids, **options)
@@ -174,7 +174,7 @@ def test_an_answer_that_was_begun_shows_what_is_still_to_be_shown(tokenizer, ids
     assert begun.finish.matched == whole.finish.matched
 
 
-def test_a_stop_string_that_an_answer_brings_with_it_is_told_at_once(tokenizer):
+def test_a_stop_string_in_a_continued_answer_is_reported_at_once(tokenizer):
     ids = ids_of(tokenizer, "one two three")
     assembler = TextAssembler(tokenizer)
     _, stops = assembler.step(batch(start=[started(begun=ids, stop=["two"])]))
@@ -183,7 +183,7 @@ def test_a_stop_string_that_an_answer_brings_with_it_is_told_at_once(tokenizer):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stop", [(), ("two thr",), ("one",)])
-def test_an_answer_goes_on_with_another_scheduler_where_the_first_one_left_it(tokenizer, stream, stop):
+def test_an_answer_continues_with_another_scheduler_where_the_first_one_left_it(tokenizer, stream, stop):
     ids = ids_of(tokenizer, "one 🎉 two three 🎉 four")
     whole = Run(tokenizer, ids, stop=stop, stream=stream)
     for cut in range(len(ids) + 1):
@@ -228,7 +228,7 @@ def test_stream_interval_sends_the_first_token_at_once(tokenizer):
     assert run.pieces == ["a", " b c d e", " f g h"]
 
 
-def test_an_answer_that_does_not_stream_speaks_once(tokenizer):
+def test_an_answer_that_does_not_stream_is_sent_once(tokenizer):
     run = Run(tokenizer, ids_of(tokenizer, "a b c d e f"), stream=False)
     assert run.pieces == ["a b c d e f"]
 

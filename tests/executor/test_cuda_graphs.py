@@ -107,7 +107,7 @@ def test_filled_up_rows_touch_nothing_but_page_0(recorded):
     assert owned <= set(changed.nonzero().flatten().tolist())
 
 
-def test_a_step_with_a_chunk_is_computed_as_ever(recorded):
+def test_a_step_with_a_chunk_is_computed_eagerly(recorded):
     driver, player = recorded("llama", 4, 1)
     row, late = driver.start(prompt_of(8, seed=1)), driver.start(prompt_of(20, seed=2))
     driver.step((row, None))

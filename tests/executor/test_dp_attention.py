@@ -82,7 +82,7 @@ def test_ranks_with_other_settings_are_refused(folder, tmp_path):
             job.result()
 
 
-def test_a_rank_that_goes_ends_the_others(folder, tmp_path):
+def test_a_rank_that_ends_ends_the_others(folder, tmp_path):
     with both(folder("llama"), tmp_path) as ranks:
         driver, reasons = Driver(ranks[0]), []
         reason = "data-parallel rank 1 has left"

@@ -114,7 +114,7 @@ def test_rows_with_log_probabilities_have_no_drafts():
     assert chances.tolist() == [500, 0]
 
 
-def test_an_answer_that_begins_as_predicted_goes_on_as_predicted():
+def test_an_answer_that_begins_as_predicted_continues_as_predicted():
     drafter = NgramDrafter(3)
     known, predicted = ints(1, 2, 3, 4, 5, 6), ints(20, 21, 22, 23, 24)
     starts = [RowStart(row, SamplingParams(), known, 6, prediction=predicted) for row in range(3)]
@@ -128,7 +128,7 @@ def test_an_answer_that_begins_as_predicted_goes_on_as_predicted():
     assert drafter.draft(step, ints(99, 23, 31), ints(1, 1, 1), free, 0.0)[0].tolist() == [0, 3, 0]
 
 
-def test_forced_drafts_have_a_record_of_their_own():
+def test_forced_drafts_have_a_separate_record():
     def forced(pool_row, proposed, most):
         return ints(7, 8)[:most], True
 

@@ -64,7 +64,7 @@ def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypa
 
 @pytest.mark.parametrize("case", ["llama-odd", "mistral-window", "qwen3-layers"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_they_do_whatever_computes_them(make_driver, backend, case, page_size):
+def test_every_back_end_computes_them(make_driver, backend, case, page_size):
     run_chunks_with_decodes(make_driver(case, page_size=page_size, **backend), case)
 
 
@@ -143,7 +143,7 @@ def test_on_a_cpu_keys_attend_in_whole_blocks(make_driver, monkeypatch):
     assert {shape[2] for shape in shapes} == {64, 128}
 
 
-def test_a_retracted_row_is_taken_up_again(make_driver, backend):
+def test_a_retracted_row_is_resumed(make_driver, backend):
     driver = make_driver("qwen2", page_size=4, **backend)
     prompt, other = prompt_of(30, seed=4), prompt_of(50, seed=5)
     expected = greedy("qwen2", prompt, 12)

@@ -125,7 +125,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(folder, tmp_path):
 
 
 @pytest.mark.parametrize("names", [("language_model.model.", "language_model."), ("model.language_model.", "")])
-def test_the_text_part_of_a_model_that_sees(folder, tmp_path, names):
+def test_the_text_part_of_a_vision_model(folder, tmp_path, names):
     # As the two ages of transformers name it; what the pictures need is left alone.
     inner, head = names
 

@@ -38,7 +38,7 @@ def test_greedy_tokens_under_a_schedule_of_all_kinds(fake, make_driver, case, pa
     run_all_kinds(driver, case)
 
 
-def test_layers_with_a_window_in_a_pool_of_their_own(fake, folder):
+def test_layers_with_a_window_in_a_separate_pool(fake, folder):
     executor = load(folder, "gemma3", 4, 180, attention_backend="flashinfer")
     assert executor.info.windows.num_pages < executor.info.num_pages
     yard = yard_of(executor)
@@ -75,7 +75,7 @@ def test_a_step_waits_for_nothing(fake, folder, monkeypatch):
         driver.launch(*[(row, 1) for row in rows])
 
 
-def test_what_cannot_serve_is_told_in_one_line(folder, monkeypatch):
+def test_what_cannot_serve_is_one_line(folder, monkeypatch):
     config = replace(read_folder_config(Path(folder("llama"))), head_dim=128)
     half = torch.bfloat16
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -84,7 +84,7 @@ def test_random_choices_keep_to_the_grammar(store):
             assert text.startswith('{"a":') or text.startswith('{ "a"'), "cut off within an endless number"
 
 
-def test_a_row_that_comes_again_goes_on_behind_its_answer(store):
+def test_a_resumed_row_continues_after_its_answer(store):
     whole = begun(store, 'start: /[0-9]{6}/ "x"')
     tokens = answer(whole, 1)
     for cut in range(len(tokens)):
@@ -245,7 +245,7 @@ def test_runs_are_taken_in_up_to_the_end_of_the_grammar(store):
     assert "grammar" in failures[0]
 
 
-def test_an_answer_begun_against_its_grammar_fails_instead_of_ending_early(store):
+def test_a_continued_answer_that_violates_its_grammar_fails_instead_of_ending_early(store):
     rows = begun(store, "start: /[0-9]{3}/", [EOS + 1])
     (token,) = allowed(rows)
     _, failures = rows.consume(plan(3, 7), np.array([token], np.int32))
@@ -343,7 +343,7 @@ WRONG, ENDED = 'start: "yes" "yes" "yes"', 'start: "yes" | "yes yes"'
 
 
 @pytest.mark.parametrize(("grammar", "drafts"), [(WRONG, ["yes", "no", "yes"]), (ENDED, ["yes", "", "yes"])])
-def test_a_draft_behind_which_nothing_is_known_is_withdrawn(store, grammar, drafts):
+def test_a_draft_followed_by_nothing_known_is_withdrawn(store, grammar, drafts):
     words = [[EOS] if not word else ids_of(word) for word in drafts]
     masks = begun(store, grammar).masks(verify(3, 7, [id for word in words for id in word]))
     known = len(words[0]) + 1

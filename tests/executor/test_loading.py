@@ -107,7 +107,7 @@ def test_dummy_weights_need_a_config_alone_and_repeat(copy):
     assert answers[0] != answers[2]
 
 
-def test_info_tells_of_pages_and_bytes(copy):
+def test_info_has_pages_and_bytes(copy):
     info = load(copy, page_size=16, max_total_tokens=100).info
     assert (info.page_size, info.num_pages, info.max_pool_rows) == (16, 6, 2)
     assert info.kv_bytes_per_token == 3 * 2 * 2 * 12 * 4
@@ -282,7 +282,7 @@ def test_a_gpu_computes_exactly_and_needs_no_graph_per_length(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model-00001-of-00002.safetensors"])
-def test_pointers_of_git_lfs_are_told(tmp_path, name):
+def test_pointers_of_git_lfs_are_named(tmp_path, name):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     with pytest.raises(ConfigError, match="git lfs pull"):
         resolve_model_path(str(tmp_path))

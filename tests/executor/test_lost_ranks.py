@@ -95,7 +95,7 @@ def looks(watch, clock, seconds):
         watch.beat()
 
 
-def test_who_slept_itself_gives_the_others_time():
+def test_a_rank_that_was_suspended_gives_the_others_time():
     clock = Clock()
     watch, own = process_watch.ProcessWatch(clock), os.getpid()
     alive_ns = watch.beat()

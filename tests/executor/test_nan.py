@@ -38,7 +38,7 @@ def test_rows_of_nan_are_named_and_leave_others_alone(damaged, backend, sampling
     assert 0 <= result.tokens[1] < executor.info.vocab_size
 
 
-def test_marks_come_off_again():
+def test_nan_marks_are_cleared():
     logits = torch.zeros(4, 5)
     logits[1] = float("nan")
     logits[3] = float("nan")

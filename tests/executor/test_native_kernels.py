@@ -296,7 +296,7 @@ FACTS = {
 @KERNELS
 @DTYPE
 @pytest.mark.parametrize("name", FACTS)
-def test_attention_with_facts_of_its_own(level, dtype, name):
+def test_attention_with_sinks_and_soft_caps(level, dtype, name):
     # A decode of several parts, drafts, a chunk: each with and without a window.
     for window in (0, 37):
         spec = spec_of(24, window, **FACTS[name])

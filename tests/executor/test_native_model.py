@@ -177,7 +177,7 @@ def test_without_a_compiler_torch_computes(folder, fresh, tmp_path, caplog):
         load(folder, "llama", "native")
 
 
-def test_a_failing_compiler_is_told_in_one_line(fresh, tmp_path):
+def test_a_failing_compiler_is_one_line(fresh, tmp_path):
     fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
     fresh.setattr(library, "PACKAGED", tmp_path)
     fresh.setenv("CXX", "false")
@@ -219,7 +219,7 @@ def test_threads_that_are_ignored_are_named(monkeypatch, caplog):
     assert "OMP_NUM_THREADS is 'many', which is no number of threads" in caplog.text
 
 
-def test_threads_stay_where_openmp_is_told_to_keep_them(monkeypatch):
+def test_threads_stay_where_openmp_keeps_them(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5, 9, 12})
     monkeypatch.delenv("OMP_PLACES", raising=False)
     monkeypatch.delenv("OMP_PROC_BIND", raising=False)

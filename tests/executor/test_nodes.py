@@ -89,13 +89,13 @@ def test_messages_arrive_in_order_and_unsigned_ones_are_dropped():
         node_0.receive()
 
 
-def test_an_end_with_another_secret_is_told_so():
+def test_a_peer_with_another_secret_gets_the_reason():
     for error in ends(there="other"):
         assert isinstance(error, HandshakeError)
         assert error.message == "the secret is another one (TOKENYARD_DIST_SECRET)"
 
 
-def test_an_end_of_another_version_is_told_so():
+def test_a_peer_of_another_version_gets_the_reason():
     left, right = tcp_pair()
     here, there = both(
         lambda: open_node_connection(left, own_hello(0), b"", dialled=False),
@@ -211,7 +211,7 @@ def test_nodes_compute_what_threads_compute_and_a_rank_that_is_killed_ends_all(f
 
 
 @pytest.mark.slow
-def test_stages_on_two_nodes_are_the_model_and_end_as_they_are_told(folder):
+def test_stages_on_two_nodes_are_the_model_and_end_on_request(folder):
     nodes = TwoNodes(folder("llama"), form="pipeline")
     try:
         (found, seen), (judged, expected) = map(

@@ -34,7 +34,7 @@ def plans(draw):
 
 
 @given(plan=plans())
-def test_plans_survive_the_way(plan):
+def test_plans_survive_encoding(plan):
     found = decode_plan(encode_plan(plan))
     for name in StepPlan.__dataclass_fields__:
         mine, theirs = getattr(plan, name), getattr(found, name)

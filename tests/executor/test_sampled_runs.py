@@ -17,7 +17,7 @@ def test_a_resumed_request_repeats_itself(make_driver):
     assert driver.generate(resumed, 14, chunk=5) == expected
 
 
-def test_company_does_not_change_an_answer(make_driver):
+def test_other_rows_do_not_change_an_answer(make_driver):
     driver = make_driver("llama")
     prompt = prompt_of(25, seed=2)
     expected = driver.generate(driver.start(prompt, WARM), 10)
@@ -29,7 +29,7 @@ def test_company_does_not_change_an_answer(make_driver):
     assert sequences[0].output == expected
 
 
-def test_seeds_part_answers(make_driver):
+def test_different_seeds_give_different_answers(make_driver):
     driver = make_driver("llama")
     prompt = prompt_of(25, seed=2)
     answers = {

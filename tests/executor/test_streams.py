@@ -15,7 +15,7 @@ class Stream:
         self.log.append(("waits for", other))
 
 
-def test_results_leave_behind_the_step_on_a_stream_of_their_own(monkeypatch):
+def test_results_are_copied_on_a_separate_stream_after_the_step(monkeypatch):
     log = []
     own = Stream(log)
 
@@ -33,7 +33,7 @@ def test_results_leave_behind_the_step_on_a_stream_of_their_own(monkeypatch):
     assert log == [("waits for", "the step's"), ("on", own), "copies", ("off", own)]
 
 
-def test_inputs_go_up_on_a_stream_of_their_own_and_the_step_follows(monkeypatch):
+def test_inputs_are_copied_on_a_separate_stream_before_the_step(monkeypatch):
     log = []
     uploads, steps = Stream(log), Stream(log)
 

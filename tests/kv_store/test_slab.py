@@ -42,7 +42,7 @@ def slot_at(place: int) -> int:
     return FILE_HEAD_BYTES + place * SLOT
 
 
-def test_a_restart_finds_all_and_goes_on(tmp_path):
+def test_a_restart_finds_all_blocks_and_continues(tmp_path):
     filled(tmp_path)
     store = opened(tmp_path)
     assert store.counters.found == store.count_stored(DIGESTS) == 6
@@ -163,7 +163,7 @@ def test_several_files(tmp_path, monkeypatch):
     store.close()
 
 
-def test_a_full_disk_takes_what_has_room_and_then_old_blocks_make_way(tmp_path, monkeypatch):
+def test_a_full_disk_takes_what_fits_and_then_evicts_old_blocks(tmp_path, monkeypatch):
     """A limit on the size of files stands for a full disk; writes fail in the middle of a slot."""
     room, real = slot_at(3) + SLOT // 2, os.pwrite
 

@@ -48,7 +48,7 @@ def test_messages_go_through_the_servers_template(running):
     assert options["continue_final_message"]
 
 
-def test_refusals_come_with_the_servers_words(running):
+def test_refusals_carry_the_servers_message(running):
     @lang.function
     def program(s):
         s += "hello" + lang.gen("a", temperature=-1)

@@ -22,7 +22,7 @@ def story(s, hero, wish=None):
     s += "Once " + hero + lang.gen("what", max_tokens=4, temperature=wish) + " end"
 
 
-def test_text_and_generated_parts_stand_in_order(backend):
+def test_text_and_generated_parts_are_in_order(backend):
     state = story.run(hero="Alice")
     assert state.text() == "Once Aliceabcd end"
     assert state["what"] == "abcd"
@@ -32,14 +32,14 @@ def test_text_and_generated_parts_stand_in_order(backend):
     assert sampling == {"max_new_tokens": 4}
 
 
-def test_wishes_of_a_part_go_before_those_of_the_run(backend):
+def test_settings_of_a_part_override_those_of_the_run(backend):
     story.run(hero="x", temperature=0.5, max_new_tokens=99, wish=0.25)
     assert backend.asked[0][1] == {"max_new_tokens": 4, "temperature": 0.25}
     story.bind(hero="y").run(top_p=0.5)
     assert backend.asked[1][1] == {"max_new_tokens": 4, "top_p": 0.5}
 
 
-def test_roles_become_messages_and_what_the_assistant_began_is_gone_on_with(backend):
+def test_roles_become_messages_and_a_begun_answer_is_continued(backend):
     @lang.function
     def chat(s):
         s += lang.system("Be brief.")
@@ -84,7 +84,7 @@ def test_choices(backend, method, chosen):
     assert state.text() == f"So {chosen}!"
 
 
-def test_forks_share_what_stands_before_them_and_run_side_by_side(backend):
+def test_forks_share_their_prefix_and_run_in_parallel(backend):
     backend.delay_s = 0.05
 
     @lang.function
@@ -104,7 +104,7 @@ def test_forks_share_what_stands_before_them_and_run_side_by_side(backend):
     assert backend.most_running == 8
 
 
-def test_a_batch_runs_side_by_side_with_few_threads(backend):
+def test_a_batch_runs_in_parallel_with_few_threads(backend):
     backend.delay_s = 0.05
     before = threading.active_count()
     most = 0
@@ -178,7 +178,7 @@ def test_failures_are_raised_where_a_value_is_read_and_at_the_end(backend):
         (lambda s: s.__iadd__(lang.select("x", [])), "choices"),
     ],
 )
-def test_what_cannot_be_is_told(backend, body, words):
+def test_impossible_programs_are_refused(backend, body, words):
     with pytest.raises((TypeError, ValueError), match=words):
         lang.function(body).run()
 

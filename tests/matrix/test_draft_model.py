@@ -74,7 +74,7 @@ def test_a_draft_model_equal_to_the_large_one_is_nearly_always_right(folder, cas
         assert counters.retracted > 0
 
 
-def test_what_a_grammar_forces_is_drafted_in_the_models_stead(folder):
+def test_what_a_grammar_forces_is_drafted_instead_of_the_models_drafts(folder):
     """A stand-in for a grammar forces the right tokens for a while; then the draft model takes in what it missed."""
     yard, prompt, forced_tokens = make_yard(load(folder, "qwen3", "torch", folder("qwen3"))), prompt_of(20, seed=3), 12
     answer, drafter = greedy("qwen3", prompt, TOKENS), yard.executor._drafter
@@ -114,7 +114,7 @@ def random_draft(folder, case, tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_one_that_is_wrong_changes_nothing_and_is_soon_left_alone(folder, tmp_path, depth):
+def test_one_that_is_wrong_changes_nothing_and_is_soon_not_asked(folder, tmp_path, depth):
     yard = make_yard(load(folder, "qwen3", draft=random_draft(folder, "qwen3", tmp_path)), depth)
     computed = []
     step = yard.executor._drafter._model.step

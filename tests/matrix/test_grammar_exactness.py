@@ -158,7 +158,7 @@ def test_no_draft_that_a_grammar_withdraws_changes_a_penalised_answer(depth, pen
     assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
 
 
-def test_a_request_waits_until_its_grammar_is_there():
+def test_a_request_waits_until_its_grammar_is_compiled():
     executor = load_executor(str(DEMO_MODEL), device="cpu", dtype="float32", max_total_tokens=256)
     yard = DelayedYard(SchedulerSettings(context_length=256), executor.info, executor=executor)
     number = yard.submit([5, 6], grammar=GRAMMARS[2], max_new=4)
@@ -174,7 +174,7 @@ def test_a_request_waits_until_its_grammar_is_there():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_answer_continued_from_any_of_its_tokens_goes_on_the_same(alone, depth):
+def test_an_answer_continued_from_any_of_its_tokens_is_the_same(alone, depth):
     torch.set_num_threads(1)
     executor = load_executor(str(DEMO_MODEL), device="cpu", dtype="float32", max_total_tokens=4096, max_pool_rows=80)
     settings = SchedulerSettings(max_running_requests=64, context_length=512, max_in_flight=depth)

@@ -171,7 +171,7 @@ def test_other_changes_are_refused_and_the_old_policy_stays(changes):
     assert yard.scheduler.snapshot(0).policy == "slo"
 
 
-def test_what_was_learnt_of_answers_outlives_a_change():
+def test_what_was_learned_about_answers_survives_a_change():
     settings = SchedulerSettings(context_length=64, headroom="history")
     yard = Yard(settings, make_info(), answer_tokens=(3, 3))
     yard.submit([1, 2, 3], max_new=30)
@@ -181,7 +181,7 @@ def test_what_was_learnt_of_answers_outlives_a_change():
     assert yard.scheduler.state.policy.headroom.residual_tokens == known < 5
 
 
-def test_looks_keep_to_their_share_of_a_core_and_calm_times_save_up():
+def test_forecasts_keep_to_their_share_of_a_core_and_idle_times_accumulate():
     adaptive_options = AdaptiveOptions.of(options(interval_s=5.0, cpu_share=0.05))
     pace, now, spent = LookaheadPacer(adaptive_options, 0), 0, 0.0
     for cpu_s in [0.1] * 20 + [2.0] * 10 + [0.1] * 5:

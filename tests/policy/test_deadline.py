@@ -68,7 +68,7 @@ def test_equal_deadlines_keep_the_order_of_arrival():
     assert line(yard) == numbers
 
 
-def test_a_long_prefill_gives_way_at_the_edge_of_a_chunk():
+def test_a_long_prefill_yields_at_a_chunk_boundary():
     yard = make_clocked(schedule_policy="edf")
     busy(yard)
     long = yard.submit(prompt(15_000), max_new=1, **due(20_000))
@@ -91,7 +91,7 @@ def test_several_answers_of_one_request_stand_together():
     assert sorted(yard.finished) == [number, number + 1, number + 2]
 
 
-def test_priorities_come_before_deadlines_and_before_who_is_put_last():
+def test_priorities_come_before_deadlines_and_before_deferral():
     yard = make_clocked(schedule_policy="slo", enable_priority_scheduling=True)
     low = yard.submit(prompt(100), priority=1, **due(2000))
     urgent = yard.submit(prompt(100), priority=2, **due(900))
@@ -117,7 +117,7 @@ def test_an_urgent_newcomer_takes_the_place_of_a_decode_and_does_not_lose_it_aga
 # ---- which requests are deferred ------------------------------------------------------------------------------------
 
 
-def test_the_largest_request_of_those_that_cannot_all_be_met_is_put_last():
+def test_of_requests_that_cannot_all_be_met_the_largest_is_deferred():
     yard = make_clocked(schedule_policy="slo")
     small = [yard.submit(prompt(1000), **due(480 + index)) for index in range(3)]
     large = yard.submit(prompt(3000), **due(470))
@@ -133,7 +133,7 @@ def test_no_request_is_deferred_while_all_deadlines_can_be_met():
     assert defer(yard) == []
 
 
-def test_whoever_cannot_be_met_even_alone_does_not_cost_others_their_place():
+def test_a_request_that_cannot_be_met_even_alone_defers_no_other():
     yard = make_clocked(schedule_policy="slo")
     others = [yard.submit(prompt(500), **due(400)) for _ in range(3)]
     hopeless = yard.submit(prompt(3000), **due(450))
@@ -148,7 +148,7 @@ def test_deferred_requests_are_served_when_no_other_waits():
     assert yard.finished[hopeless].reason == "length"
 
 
-def test_the_snapshot_counts_who_is_put_last_until_its_prompt_is_done():
+def test_the_snapshot_counts_deferred_requests_until_their_prompts_are_done():
     yard = make_clocked(schedule_policy="slo")
     hopeless = [yard.submit(prompt(3000), max_new=3, **due(10)) for _ in range(2)]
     yard.turn()
@@ -160,7 +160,7 @@ def test_the_snapshot_counts_who_is_put_last_until_its_prompt_is_done():
     assert sorted(yard.finished) == hopeless
 
 
-def test_an_end_tells_what_the_request_was_served_by():
+def test_an_end_carries_the_policy_that_served_the_request():
     yard = make_clocked(schedule_policy="slo", slo_ttft_ms=100.0, slo_ttft_scale=5.0, slo_tpot_ms=40.0)
     own = Slo(ttft_ns=7 * MS, tpot_ns=3 * MS)
     short, long, brought, late = (
@@ -177,7 +177,7 @@ def test_an_end_tells_what_the_request_was_served_by():
     assert promises[3] == SloTargets(0, 40 * MS, 900 * MS)
 
 
-def test_whoever_is_held_back_for_a_while_stays_last():
+def test_a_request_held_back_for_a_while_stays_deferred():
     yard = make_clocked(schedule_policy="slo")
     busy(yard)
     hopeless = yard.submit(prompt(3000), deadline_ns=MS)
@@ -193,7 +193,7 @@ def test_whoever_is_held_back_for_a_while_stays_last():
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=9))
 @settings(max_examples=examples(200), deadline=None)
-def test_as_few_as_possible_are_put_last(jobs):
+def test_as_few_as_possible_are_deferred(jobs):
     jobs.sort(key=lambda job: job[1])
     work, deadlines = np.array([job[0] for job in jobs], float), np.array([job[1] for job in jobs], float)
     chosen = _rows_to_defer(0.0, work, deadlines, np.ones(len(work), bool))
@@ -207,7 +207,7 @@ def feasible(work, deadlines, kept):
     return bool((ends <= deadlines[list(kept)]).all())
 
 
-def test_a_walk_puts_a_bounded_number_last_and_the_next_step_goes_on():
+def test_a_walk_defers_a_bounded_number_and_the_next_step_continues():
     count = 3 * MAX_DEFERRED
     work, deadlines = np.full(count, 10.0), np.full(count, 25.0)
     assert len(_rows_to_defer(0.0, work, deadlines, np.ones(len(work), bool))) == MAX_DEFERRED
@@ -221,7 +221,7 @@ def test_a_walk_puts_a_bounded_number_last_and_the_next_step_goes_on():
     assert len(defer(yard)) == count - 3
 
 
-def test_whoever_is_put_last_returns_once_its_deadline_can_be_met():
+def test_a_deferred_request_returns_once_its_deadline_can_be_met():
     yard = make_clocked(schedule_policy="slo")
     small = [yard.submit(prompt(1000), **due(600 + index)) for index in range(4)]
     large = yard.submit(prompt(3000), **due(700))
@@ -258,7 +258,7 @@ def test_a_request_that_returns_is_in_time_and_makes_no_other_late(jobs):
     assert not any(in_time(others | set(found) | {one}) == kept | set(found) | {one} for one in more)
 
 
-def test_a_decoding_request_that_lost_its_pages_comes_back_in_front():
+def test_a_retracted_decoding_request_is_resumed_first():
     yard = make_clocked(schedule_policy="slo")
     running = busy(yard)
     waiting = [yard.submit(prompt(1000), **due(900)) for _ in range(3)]
@@ -287,7 +287,7 @@ def flood(yard, seconds):
     return arrive(yard, 84, [800] * (seconds * 1000 // 84), max_new=1, **due(600))
 
 
-def test_without_a_bound_a_large_request_waits_for_as_long_as_others_come():
+def test_without_a_bound_a_large_request_waits_while_others_arrive():
     yard = make_clocked(schedule_policy="slo")
     busy(yard)
     large = yard.submit(prompt(15_000), max_new=1, **due(1))
@@ -296,7 +296,7 @@ def test_without_a_bound_a_large_request_waits_for_as_long_as_others_come():
 
 
 @pytest.mark.parametrize("wait_s", [3.0, 8.0])
-def test_the_longest_wait_bounds_the_time_of_whoever_is_put_last(wait_s):
+def test_the_longest_wait_bounds_the_time_of_deferred_requests(wait_s):
     yard = make_clocked(schedule_policy="slo", slo_max_wait_s=wait_s)
     busy(yard)
     large = yard.submit(prompt(15_000), max_new=1, **due(1))
@@ -307,7 +307,7 @@ def test_the_longest_wait_bounds_the_time_of_whoever_is_put_last(wait_s):
     assert met > 0.6 * len(others)
 
 
-def test_whoever_is_put_last_leaves_room_for_those_who_can_be_in_time():
+def test_deferred_requests_leave_room_for_those_that_can_be_in_time():
     yard = make_clocked(schedule_policy="slo", pages=12_000, slo_max_wait_s=8.0)
     running = yard.submit(prompt(6000), max_new=2000, **due(5000))
     while yard.scheduler.state.waiting or yard.scheduler.state.prefilling:
@@ -367,7 +367,7 @@ def test_slo_reject_refuses_at_the_deadline_and_frees_the_pages():
     assert yard.scheduler.idle() is None
 
 
-def test_whoever_decodes_in_time_is_never_refused():
+def test_a_request_that_decodes_in_time_is_never_refused():
     yard = make_clocked(schedule_policy="slo", slo_reject=True)
     number = yard.submit(prompt(100), max_new=500, **due(200))
     yard.rest()
@@ -379,7 +379,7 @@ def test_whoever_decodes_in_time_is_never_refused():
 
 @pytest.mark.parametrize("policy", ["edf", "slo"])
 @pytest.mark.parametrize("pages", [130, 300])
-def test_a_tiny_pool_does_not_stop_anybody(policy, pages):
+def test_a_tiny_pool_stalls_no_request(policy, pages):
     yard = make_clocked(schedule_policy=policy, pages=pages, rows=8, headroom="history", answer_tokens=(1, 20))
     numbers = [yard.submit(prompt(40 + 17 * index % 80), max_new=20, **due(50 + 30 * index)) for index in range(30)]
     yard.rest()

@@ -21,7 +21,7 @@ def warm(yard, tokens, tenant="warm-up"):
     yard.rest()
 
 
-def test_the_gap_between_tenants_that_wait_is_told():
+def test_the_gap_between_waiting_tenants_is_reported():
     yard = make_clocked(schedule_policy="vtc", rows=1)
     for tenant in ("a", "b", "a", "b"):
         yard.submit(prompt(100), max_new=10, tenant=tenant)
@@ -113,13 +113,13 @@ def test_an_idle_tenant_saves_up_no_service():
     assert late_among_busy(0) >= 7
 
 
-def test_what_is_saved_up_by_staying_away_is_bounded():
+def test_what_an_idle_tenant_saves_up_is_bounded():
     # 150 tokens are about three requests of 50 tokens and an answer, after which turns are taken again.
     assert 4 <= late_among_busy(150) <= 8
     assert late_among_busy(10_000) <= 1
 
 
-def test_who_sends_little_need_not_take_turns_with_a_flood():
+def test_a_light_tenant_does_not_take_turns_with_a_flood():
     yard = fair()
     flood = [yard.submit(prompt(50), max_new=5, tenant="flood") for _ in range(20)]
     for _ in range(8):
@@ -135,7 +135,7 @@ def test_who_sends_little_need_not_take_turns_with_a_flood():
     assert [number for number in admissions(yard) if number in flood] == flood
 
 
-def test_a_long_prompt_gives_way_at_the_edge_of_a_chunk_to_tenants_with_less_service():
+def test_a_long_prompt_yields_at_a_chunk_boundary_to_tenants_with_less_service():
     yard = fair(chunked_prefill_size=16, max_partial_prefills=2)
     long = yard.submit(prompt(100), max_new=2, tenant="a")
     yard.turn()
@@ -176,7 +176,7 @@ def test_dlpm_prefers_the_tenant_with_more_credit_among_equal_hits():
     assert [number for number in admissions(yard) if number in flood] == flood
 
 
-def test_dlpm_lets_who_stays_away_save_up_a_bounded_credit():
+def test_dlpm_bounds_the_credit_that_an_idle_tenant_saves_up():
     options = {"quantum_tokens": 60, "saved_tokens": 100}
     yard = fair("dlpm", disable_radix_cache=False, policy_options=options)
     warm(yard, prompt(10), tenant="away")

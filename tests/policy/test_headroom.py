@@ -41,12 +41,12 @@ def test_history_holds_back_the_mean_residual_length_for_each_decode_and_newcome
     assert headroom.newcomer_tokens(views.columns, row(yard, newcomer)) == 12
 
 
-def test_history_foresees_no_growth_beyond_the_limit_of_a_request():
+def test_history_predicts_no_growth_beyond_the_limit_of_a_request():
     yard, _ = running([10, 10], max_new=5)
     assert HistoryHeadroom().running_tokens(views_of(yard)) == 2 * 4
 
 
-def test_history_forgets_what_is_long_ago():
+def test_history_discards_old_samples():
     headroom = HistoryHeadroom()
     for _ in range(1000):
         headroom.finished(900)

@@ -60,7 +60,7 @@ def test_default_priority_value_stands_in_for_none():
     assert line(yard) == numbers[::-1]
 
 
-def test_among_equals_a_started_prefill_gives_way_as_the_policy_inside_has_it():
+def test_among_equals_a_started_prefill_yields_as_the_inner_policy_says():
     yard = make_yard(**NO_AGING, schedule_policy="vtc", chunked_prefill_size=16, max_partial_prefills=2)
     long = yard.submit([5] * 100, max_new=2, tenant="a", priority=1)
     yard.launch()
@@ -100,7 +100,7 @@ def test_aging_cuts_time_into_slots_in_which_another_policy_decides():
 
 
 @pytest.mark.parametrize(("priority", "preempts"), [(10, False), (11, True)])
-def test_a_full_batch_gives_way_from_a_difference_above_the_threshold_of_10(priority, preempts):
+def test_a_full_batch_is_preempted_from_a_difference_above_the_threshold_of_10(priority, preempts):
     yard = make_yard(rows=2, **NO_AGING)
     first, second = (yard.submit([5, 6 + i], max_new=30, priority=0) for i in range(2))
     run_until_all_run(yard)
@@ -177,7 +177,7 @@ def test_a_shared_prefix_counts_once_no_other_request_holds_it():
     assert admitted(yard) == {urgent}
 
 
-def test_who_was_preempted_does_not_preempt_back():
+def test_a_preempted_request_does_not_preempt_back():
     yard = make_yard(rows=1, **NO_AGING, priority_scheduling_preemption_threshold=0)
     low = yard.submit([5], max_new=40, priority=0)
     run_until_all_run(yard)
@@ -219,7 +219,7 @@ def test_a_full_queue_gives_up_its_least_urgent_for_a_strictly_more_urgent_one()
     assert yard.finished[none_given].cause == "queue_full"
 
 
-def test_a_full_queue_does_not_give_up_who_has_run_before():
+def test_a_full_queue_does_not_drop_a_request_that_has_run():
     yard = make_yard(**NO_AGING, rows=1, max_queued_requests=1)
     low = yard.submit([5], max_new=40, priority=0)
     run_until_all_run(yard)

@@ -54,7 +54,7 @@ def test_lpm_as_in_the_write_up_request_3_then_1_then_2():
     assert [int(yard.scheduler.state.table.matchable[row(yard, n)]) for n in (one, two, three)] == [100, 50, 200]
 
 
-def test_three_requests_that_share_a_prefix_hit_what_the_earlier_ones_brought():
+def test_three_requests_that_share_a_prefix_hit_what_the_earlier_ones_computed():
     yard = make_yard(schedule_policy="lpm")
     yard.submit([A, B], max_new=1)
     yard.run()
@@ -70,7 +70,7 @@ def test_three_requests_that_share_a_prefix_hit_what_the_earlier_ones_brought():
     assert [yard.finished[n].cached_tokens for n in (first, second, third)] == [2, 3, 2]
 
 
-def test_lpm_puts_last_who_waits_for_an_earlier_one_to_bring_his_prefix():
+def test_lpm_defers_a_request_whose_prefix_an_earlier_one_computes():
     yard = make_yard(schedule_policy="lpm", max_in_flight=2)
     yard.submit([D] * 40, max_new=1)
     yard.run()
@@ -104,7 +104,7 @@ def test_thresholds_of_in_batch_prefix_caching():
     assert order(**sharing, in_batch_prefix_caching_check_threshold=-1) == [0, 1, 2]
 
 
-def test_lpm_degrades_to_fcfs_only_where_it_is_told_to():
+def test_lpm_degrades_to_fcfs_only_where_it_is_set():
     for threshold, expected in ((0, [1, 0]), (2, [1, 0]), (1, [0, 1])):
         yard = make_yard(schedule_policy="lpm", lpm_degrade_threshold=threshold)
         put_into_tree(yard, [A] * 40)
@@ -126,7 +126,7 @@ def test_dfs_weight_as_in_the_write_up():
     assert (root.weight, weights) == (10, [(6, [4, 2]), (4, [4])])
 
 
-def test_dfs_weight_takes_a_branch_before_who_stands_at_its_root_and_knows_no_depth_limit():
+def test_dfs_weight_takes_a_branch_before_its_root_at_any_depth():
     yard = make_yard(schedule_policy="dfs-weight", context=4096, pages=8192)
     chain = [5 + i % 90 for i in range(1500)]
     for length in range(1, 1501):

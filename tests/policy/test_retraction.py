@@ -42,7 +42,7 @@ def order(yard, **settings):
         ("fewest-lost", [1, 2, 0]),
     ],
 )
-def test_who_goes_first(yard, rule, expected):
+def test_the_order_of_victims(yard, rule, expected):
     assert order(yard, retraction_policy=rule) == expected
 
 

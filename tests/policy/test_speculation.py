@@ -31,7 +31,7 @@ def test_where_every_token_costs_its_share_none_is_verified():
     assert chosen(cost, [8] * 64, [700] * 64) == [0] * 64
 
 
-def test_the_likeliest_come_first():
+def test_the_likeliest_drafts_are_verified_first():
     cost = cost_of(floor_ms=10.0, token_ms=1.0)
     drafts = chosen(cost, [8, 8, 8, 8], [950, 100, 500, 0])
     assert drafts[0] > drafts[2] >= drafts[1]

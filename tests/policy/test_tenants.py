@@ -51,7 +51,7 @@ def test_the_star_stands_for_tenants_without_a_name():
     assert sorted(yard.finished) == sorted(strangers + big)
 
 
-def test_borrowed_kv_is_told():
+def test_borrowed_kv_is_reported():
     yard = limited(pages=1000, owner=TenantSettings(kv_share=0.5), small=TenantSettings(kv_share=0.05))
     for tenant, tokens in (("owner", 300), ("small", 80), ("none", 40)):
         yard.submit(prompt(tokens), max_new=50, tenant=tenant)
@@ -101,7 +101,7 @@ def test_a_rate_does_not_stop_others():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "vtc", "slo"])
-def test_borrowed_kv_is_given_back_to_its_owner(policy):
+def test_borrowed_kv_is_returned_to_its_owner(policy):
     yard = limited(pages=1000, owner=TenantSettings(kv_share=0.5), schedule_policy=policy, headroom="none")
     borrowers = [yard.submit(prompt(200), max_new=300, tenant="borrower") for _ in range(4)]
     for _ in range(20):
@@ -193,7 +193,7 @@ def test_an_owner_beyond_its_share_takes_nothing_back():
     assert all(yard.finished[number].retractions == 0 for number in borrowers)
 
 
-def test_a_share_and_an_urgent_borrower_do_not_take_the_pages_from_each_other_for_ever():
+def test_a_share_and_an_urgent_borrower_do_not_preempt_each_other_for_ever():
     yard = limited(
         pages=100,
         rows=2,
@@ -210,7 +210,7 @@ def test_a_share_and_an_urgent_borrower_do_not_take_the_pages_from_each_other_fo
     assert yard.finished[urgent].first_token_ns > yard.finished[owned].finished_ns
 
 
-def test_who_gave_way_does_not_take_the_freed_pages_back():
+def test_a_retracted_request_does_not_take_the_freed_pages_back():
     yard = limited(pages=400, rows=8, owner=TenantSettings(kv_share=0.6), headroom="none")
     for _ in range(3):
         yard.submit(prompt(100), max_new=90, tenant="borrower")

@@ -82,7 +82,7 @@ def silent(ranks):
     return ranks
 
 
-def test_without_telling_each_other_ranks_would_multiply_a_rate():
+def test_without_sharing_their_counts_ranks_would_multiply_a_rate():
     tenants = {"slow": TenantSettings(tokens_per_s=RATE, burst_tokens=BURST)}
     ranks = silent(Ranks(3, pages=10**6, rows=4, tenants=tenants))
     slow = flood(ranks, (0, 1, 2), "slow", each=100)
@@ -110,7 +110,7 @@ def test_the_service_of_a_tenant_at_all_ranks_decides_who_is_next():
     assert gap_after(silent(Ranks(2, **settings)), 1) > 2 * gap
 
 
-def test_when_ranks_go_others_take_over_what_they_had_of_the_limits():
+def test_the_limits_of_lost_ranks_pass_to_the_others():
     for size in (2, 3, 4, 7):
         for most in range(1, 30):
             tenants, left = {"a": TenantSettings(max_running=most, max_queued=2 * most)}, list(range(size))
@@ -145,7 +145,7 @@ def test_a_scheduler_starts_more_of_a_tenant_when_its_part_grows():
     assert state_after(4) == (4, 4, 1), "all of the queue, which has 6, and all 4 places"
 
 
-def test_counts_of_a_tenant_are_parted_and_never_add_up_to_more():
+def test_counts_of_a_tenant_are_divided_and_never_add_up_to_more():
     for size in (1, 2, 3, 4, 7):
         for most in range(1, 30):
             tenant = TenantSettings(max_running=most, max_queued=2 * most)

@@ -236,7 +236,7 @@ class Spoiler(Policy):
     ],
     ids=["raises", "no pace", "too short", "no number", "a target of 0"],
 )
-def test_a_wrong_pace_puts_fcfs_in_its_place(module, answer):
+def test_a_wrong_budget_puts_fcfs_in_its_place(module, answer):
     module.Broken = broken("pace", answer)
     policy = create_policy("my_policies:Broken", SchedulerSettings())
     assert policy.pace(make_yard().scheduler.state.table, np.array([3, 1], np.int32), 1) is None
@@ -263,7 +263,7 @@ def test_every_question_to_a_policy_can_be_timed(module, options):
     assert (calls[place - 1], calls[place + 1]) == ("asked", "answered")
 
 
-def test_what_a_policy_writes_to_stays_its_own(module):
+def test_what_a_policy_writes_to_stays_private(module):
     tenants = {"a": TenantSettings(weight=2.0)}
     yard = make_yard(schedule_policy=add(module, Spoiler), tenants=tenants, prefill_max_requests=-1)
     numbers = [yard.submit([5 + i] * 9, max_new=8, tenant="a") for i in range(3)]

@@ -59,7 +59,7 @@ def test_overtaking_is_bounded_by_putting_the_longest_waiting_in_front():
         assert expected not in line(yard)
 
 
-def test_nothing_may_pass_with_a_bound_of_zero():
+def test_nothing_overtakes_with_a_bound_of_zero():
     yard = make_yard(schedule_policy="lof", max_overtaken_tokens=0)
     numbers = [yard.submit([5 + i] * 4, max_new=n) for i, n in enumerate((3, 9, 6))]
     assert line(yard) == numbers
@@ -105,7 +105,7 @@ def overtaken_tokens(yard):
     tenants=st.sampled_from([{}, {"*": TenantSettings(max_running=1)}]),
     windows=st.sampled_from([None, WindowGroup(3, min_window_pages(3, 1) + 20)]),
 )
-def test_no_order_passes_more_tokens_than_the_bound(policy, bound, arrivals, every, tenants, windows):
+def test_no_order_overtakes_by_more_tokens_than_the_bound(policy, bound, arrivals, every, tenants, windows):
     yard = make_yard(
         schedule_policy=policy,
         max_overtaken_tokens=bound,
@@ -137,7 +137,7 @@ def test_a_request_held_back_by_a_limit_is_not_overtaken_again_each_time():
     assert [number for number in before if number in long] == long[:1]
 
 
-def test_without_the_bound_lof_passes_more():
+def test_without_the_bound_lof_overtakes_by_more():
     yard = make_yard(schedule_policy="lof", rows=1)
     watch = overtaken_tokens(yard)
     yard.submit([5] * 10, max_new=1)
@@ -202,7 +202,7 @@ def test_started_tokens_are_summed_up_to_the_limit(limit, calls, forgotten):
         assert len(started) <= limit + 1
 
 
-def test_a_prefix_without_its_window_pages_is_no_hit_that_lets_a_request_pass():
+def test_a_prefix_without_its_window_pages_is_no_hit_and_counts_as_overtaking():
     windows = WindowGroup(8, min_window_pages(8, 1) + 60)
     yard = make_yard(schedule_policy="lpm", rows=1, max_overtaken_tokens=5, windows=windows, chunked_prefill_size=-1)
     known = [11] * 20 + [12] * 20

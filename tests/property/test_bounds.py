@@ -49,7 +49,7 @@ def test_fcfs_lets_no_request_overtake(arrivals, every):
     low_first=st.booleans(),
     threshold=st.sampled_from([0, 1, 10]),
 )
-def test_aging_bounds_who_may_pass(arrivals, every, inner, low_first, threshold):
+def test_aging_bounds_overtaking(arrivals, every, inner, low_first, threshold):
     aging = 5
     yard = make_yard(
         rows=3,
@@ -100,7 +100,7 @@ def test_mlfq_lets_no_request_overtake_that_arrives_after_the_promotion(arrivals
 
 @settings(max_examples=examples(40), deadline=None)
 @given(arrivals=mixed(), every=st.integers(1, 4))
-def test_hrrn_lets_only_shorter_ones_pass(arrivals, every):
+def test_hrrn_lets_only_shorter_requests_overtake(arrivals, every):
     yard = make_yard(rows=2, prefill_max_requests=1, schedule_policy="hrrn")
     table = yard.scheduler.state.table
 

@@ -150,7 +150,7 @@ def test_drafts_of_one_tenant_leave_the_gap_within_its_theorem(policy, tenants, 
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
-def test_drafts_change_no_tenants_part(right):
+def test_drafts_change_no_tenants_share(right):
     tenants = [{"weight": 1.0, "prompts": [2] * 12, "answers": [40], "joins_at": 0}] * 2
     service, waits = serve("vtc", tenants, mixed=False, depth=1, drafts=7, right=right)
     assert widest_gap(service, waits, 0, 1) <= 2 * OUTPUT_WEIGHT * POOL

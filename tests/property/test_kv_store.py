@@ -114,7 +114,7 @@ def test_any_order_of_stores_loads_failures_and_evictions():
 
 
 @pytest.mark.slow
-def test_more_of_that():
+def test_more_orders_of_stores_loads_failures_and_evictions():
     answers = alone()
     for seed in range(SEEDS, 200):
         chaos = Chaos(seed, MemoryStore(random.Random(seed).choice([3, 8, 100])), answers)

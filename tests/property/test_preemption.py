@@ -106,7 +106,7 @@ class UrgencyWatch(Watched):
 
 
 @pytest.mark.parametrize("way", URGENCY)
-def test_the_keys_that_hold_a_place_get_more_urgent(way):
+def test_the_keys_of_running_rows_get_more_urgent(way):
     # A request without a priority ranks below the lowest ever given, which each arrival may lower.
     assert times_watched(UrgencyWatch, default_priority_value=0, **URGENCY[way]) > 5
 
@@ -178,7 +178,7 @@ class ShareWatch(Watched):
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "vtc", "short-first", "lpm"])
-def test_a_claim_brings_down_what_is_borrowed(policy):
+def test_a_claim_reduces_what_is_borrowed(policy):
     assert times_watched(ShareWatch, schedule_policy=policy, **SHARES) > 5
 
 
@@ -213,7 +213,7 @@ class PageWatch(Watched):
 
 @pytest.mark.parametrize("retraction", ["length", "newest", "priority", "slack", "fewest-lost"])
 @pytest.mark.parametrize("interval", [0, 8])
-def test_a_retracted_row_comes_back_when_it_takes_nothing_from_the_others(retraction, interval):
+def test_a_retracted_row_is_resumed_when_it_takes_nothing_from_the_others(retraction, interval):
     settings = SHORT | {"retraction_policy": retraction, "prefill_decode_interval": interval, "context_length": 100}
     assert times_watched(PageWatch, schedule_policy="fcfs", **settings) > 5
 

@@ -171,7 +171,7 @@ CASES = {
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_what_passes_a_long_request_stays_within_the_bound_each_time_it_waits(case, depth):
+def test_overtaking_of_a_long_request_stays_within_the_bound_each_time_it_waits(case, depth):
     settings, own, others, look = CASES[case]
     for short in SHORT:
         flood = Flood(depth, own, others, **settings, **short)

@@ -221,7 +221,7 @@ class Windowed:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_hits_follow_window_pages_that_come_and_go(seed):
+def test_hits_follow_window_pages(seed):
     world = Windowed(seed)
     for _ in range(400):
         world.turn()

@@ -118,7 +118,7 @@ def test_what_is_no_json_object_is_refused_here(body):
         {"messages": [None, 1, {"role": 1, "content": [{"type": "text", "text": None}]}]},
     ],
 )
-def test_fields_of_wrong_types_are_the_workers_business(fields):
+def test_fields_of_wrong_types_are_left_to_the_worker(fields):
     async def main():
         async with FakeWorker() as worker, routing(worker) as (_, client):
             body = json.dumps(fields).replace("Infinity", "1").encode()
@@ -145,7 +145,7 @@ def test_a_client_that_offers_http2_gets_an_answer_all_the_same():
     run(main())
 
 
-def test_a_client_that_asks_whether_it_may_send_is_told_so():
+def test_expect_100_continue_is_answered():
     async def main():
         async with FakeWorker() as worker, routing(worker) as (_, client):
             reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
@@ -167,7 +167,7 @@ def test_a_compressed_body_is_refused():
     run(main())
 
 
-def test_a_client_that_never_ends_its_request_is_hung_up_on():
+def test_a_client_that_never_ends_its_request_is_disconnected():
     async def main():
         async with FakeWorker() as worker, routing(worker, client_timeout_secs=0.1) as (_, client):
             got = parse_answer(await client.raw(POST + b"Content-Length: 50\r\n\r\n{", timeout_s=5))
@@ -189,7 +189,7 @@ def test_an_idle_connection_ends_but_not_one_that_waits_for_its_answer():
     run(main())
 
 
-def test_a_client_that_does_not_read_stops_its_worker_and_is_hung_up_on():
+def test_a_client_that_does_not_read_stops_its_worker_and_is_disconnected():
     async def main():
         sent = 0
 
@@ -329,7 +329,7 @@ def test_a_worker_that_falls_silent_in_a_stream_is_given_up():
         {"continues_output_ids": "yes"},
     ],
 )
-def test_what_a_worker_says_of_itself_is_not_believed_blindly(info):
+def test_what_a_worker_reports_is_checked(info):
     async def main():
         async with FakeWorker(info=info) as worker, routing(worker) as (router, client):
             assert (await client.complete()).status == 200
@@ -338,7 +338,7 @@ def test_what_a_worker_says_of_itself_is_not_believed_blindly(info):
     run(main())
 
 
-def test_a_worker_that_is_not_there_is_told_with_the_reason(caplog):
+def test_an_unreachable_worker_is_reported_with_the_reason(caplog):
     async def main():
         with socket.socket() as bound:  # and nothing listens
             bound.bind(("127.0.0.1", 0))
@@ -364,7 +364,7 @@ def test_a_router_that_is_its_own_worker_says_so():
     run(main())
 
 
-def test_routers_may_stand_before_routers():
+def test_routers_may_be_chained():
     async def main():
         async with (
             FakeWorker() as worker,
@@ -398,7 +398,7 @@ def test_a_worker_that_changes_its_model_is_asked_for_the_new_one():
     run(main())
 
 
-def test_nothing_inner_is_told_in_errors():
+def test_errors_reveal_no_internals():
     async def main():
         async with FakeWorker() as worker, routing(worker, max_retries=0) as (_router, client):
             await worker.stop()

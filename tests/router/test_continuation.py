@@ -98,7 +98,7 @@ async def body_of_stream(client, path, **fields):
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("how", ["abort", "half an event", "early end", "junk", "silence"])
 @pytest.mark.parametrize("after", [1, 5, LENGTH - 1])
-def test_the_stream_goes_on_byte_for_byte(path, how, after):
+def test_the_stream_continues_byte_for_byte(path, how, after):
     async def main():
         whole = Engine(1)
         async with worker("a", whole) as a, routing(a) as (_, client):
@@ -116,7 +116,7 @@ def test_the_stream_goes_on_byte_for_byte(path, how, after):
     asyncio.run(main())
 
 
-def test_it_goes_on_through_several_deaths():
+def test_it_survives_several_deaths():
     async def main():
         engines = [Engine(i, 3) for i in range(3)] + [Engine(9)]
         workers = [worker(str(i), engine) for i, engine in enumerate(engines)]
@@ -136,7 +136,7 @@ def test_it_goes_on_through_several_deaths():
     asyncio.run(main())
 
 
-def test_a_worker_that_comes_back_can_go_on_itself():
+def test_a_restarted_worker_can_continue_its_own_stream():
     async def main():
         async with worker("a", DiesOnce(1, 4)) as a, routing(a) as (router, client):
             assert (await body_of_stream(client, COMPLETIONS)).count(b" t") == LENGTH
@@ -145,7 +145,7 @@ def test_a_worker_that_comes_back_can_go_on_itself():
     asyncio.run(main())
 
 
-def test_token_ids_are_told_to_those_who_asked():
+def test_token_ids_are_sent_to_clients_that_asked():
     async def main():
         async with worker("a", Engine(1)) as a, routing(a) as (_, client):
             assert b"token_ids" not in await body_of_stream(client, COMPLETIONS)
@@ -155,7 +155,7 @@ def test_token_ids_are_told_to_those_who_asked():
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"return_token_ids": False}, {"output_ids": [0]}])
-def test_where_it_cannot_be_right_the_client_is_told(fields):
+def test_where_continuation_cannot_be_exact_the_client_gets_an_error(fields):
     async def main():
         async with (
             worker("a", Engine(1, 3)) as a,
@@ -218,7 +218,7 @@ def foreign(name, engine):
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_another_engine_goes_on_with_prompt_and_answer_as_its_prompt(path):
+def test_another_engine_continues_with_prompt_and_answer_as_its_prompt(path):
     async def main():
         other = OtherEngine()
         async with (

@@ -51,7 +51,7 @@ def test_models_are_those_of_all_workers():
     run(main())
 
 
-def test_workers_come_and_go_at_run_time():
+def test_workers_are_added_and_removed_at_run_time():
     async def main():
         async with FakeWorker("a") as a, FakeWorker("b") as b, routing(a) as (router, client):
             got = await client.ask("POST", "/workers", {"url": b.url})
@@ -208,7 +208,7 @@ class TestQueue:
 
         run(main())
 
-    def test_it_is_bounded_and_the_urgent_displace(self):
+    def test_the_queue_is_bounded_and_urgent_requests_displace_others(self):
         async def main():
             async with (
                 FakeWorker(delay_s=0.3) as worker,
@@ -226,7 +226,7 @@ class TestQueue:
 
         run(main())
 
-    def test_who_waits_too_long_is_told_so(self):
+    def test_a_request_that_waits_too_long_is_refused(self):
         async def main():
             async with (
                 FakeWorker(delay_s=0.5) as worker,
@@ -241,7 +241,7 @@ class TestQueue:
 
         run(main())
 
-    def test_who_hangs_up_leaves_the_queue(self):
+    def test_a_client_that_disconnects_leaves_the_queue(self):
         async def main():
             async with (
                 FakeWorker(delay_s=0.3) as worker,
@@ -259,7 +259,7 @@ class TestQueue:
 
         run(main())
 
-    def test_requests_wait_for_a_worker_to_come_back(self):
+    def test_requests_wait_for_a_worker_to_return(self):
         async def main():
             async with FakeWorker() as worker, routing(worker, max_retries=1) as (router, client):
                 await worker.stop()
@@ -511,7 +511,7 @@ def test_a_top_request_goes_to_a_full_engine_that_preempts(preempts):
     run(main())
 
 
-def test_a_worker_without_a_health_path_is_well_if_it_tells_its_models():
+def test_a_worker_without_a_health_path_is_healthy_if_it_lists_its_models():
     async def main():
         async with FakeWorker(health=404) as worker, routing(worker) as (_, client):
             assert (await client.complete()).status == 200

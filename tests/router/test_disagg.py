@@ -54,7 +54,7 @@ def run(coroutine):
     asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
-def test_both_halves_go_out_at_once_and_meet_in_a_room():
+def test_both_halves_are_sent_at_once_with_a_bootstrap_room():
     async def main():
         meeting = Meeting()
         prefill, decode = engine(PREFILL, on_request=meeting.prefill()), engine(DECODE, on_request=meeting.decode)
@@ -75,7 +75,7 @@ def test_both_halves_go_out_at_once_and_meet_in_a_room():
     run(main())
 
 
-def test_ranks_are_told_under_every_name():
+def test_ranks_are_sent_under_every_name():
     async def main():
         meeting = Meeting()
         prefill = engine(PREFILL, 4, on_request=meeting.prefill())

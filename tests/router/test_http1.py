@@ -20,7 +20,7 @@ def pieces(data, cuts):
 
 
 @given(CONTENTS, st.lists(st.integers(0, 300), max_size=8), st.booleans(), st.sampled_from([2, 1 << 20]))
-def test_chunks_go_on_whole_however_they_are_cut(contents, cuts, unpack, longest):
+def test_chunks_are_passed_on_whole_however_they_are_cut(contents, cuts, unpack, longest):
     before, http1.MAX_HELD_BYTES = http1.MAX_HELD_BYTES, longest
     try:
         data, body = chunked(contents), ChunkedBody(unpack=unpack)

@@ -141,7 +141,7 @@ def test_junk_is_ignored(frames):
     assert index.bytes == 0
 
 
-def test_ranks_have_ports_of_their_own():
+def test_each_rank_has_its_own_port():
     async def main():
         async with FakeWorker(info={"dp_size": 2}) as worker, routing(worker) as (router, _):
             events = KvEventSubscriptions(router, "tcp://{host}:5557")

@@ -122,7 +122,7 @@ def test_a_dead_worker_costs_no_request():
     run(main())
 
 
-def test_a_worker_that_comes_back_gets_requests_again():
+def test_a_worker_that_returns_gets_requests_again():
     async def main():
         async with FakeWorker("a") as a, FakeWorker("b") as b, routing(a, b, policy="round_robin") as (router, client):
             await a.stop()
@@ -174,7 +174,7 @@ def test_an_error_of_the_request_is_passed_on():
     run(main())
 
 
-def test_when_all_refuse_the_last_answer_is_told():
+def test_when_all_refuse_the_last_answer_is_passed_on():
     async def main():
         async def refuse(asked, writer):
             writer.write(answer({"error": {"message": "full"}}, 503, ["Retry-After: 7"]))
@@ -366,7 +366,7 @@ def test_a_worker_that_fails_gets_nothing_for_a_while_and_is_on_trial_then():
     run(main())
 
 
-def test_a_worker_that_comes_back_begins_with_a_closed_breaker():
+def test_a_worker_that_returns_begins_with_a_closed_breaker():
     async def main():
         async with FakeWorker() as worker, routing(worker, cb_failure_threshold=1, cb_timeout_secs=3600) as (router, _):
             target = router.workers.find("w0").targets[0]
@@ -397,7 +397,7 @@ def test_a_choice_can_be_explained():
     run(main())
 
 
-def test_what_answers_say_of_their_cache_is_learnt():
+def test_cache_hits_in_answers_are_learned():
     async def main():
         async def forgetful(asked, writer):
             writer.write(answer({"usage": {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 0}}}))
@@ -413,7 +413,7 @@ def test_what_answers_say_of_their_cache_is_learnt():
     run(main())
 
 
-def test_probes_never_take_a_request_down_with_them():
+def test_a_failed_probe_fails_no_request():
     """A probe's connection must not be given to a request, as the probe closes it when it has its answer."""
 
     async def main():

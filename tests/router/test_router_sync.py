@@ -67,7 +67,7 @@ async def sharing(router):
         await asyncio.gather(task, return_exceptions=True)
 
 
-def test_what_one_router_sends_the_other_knows():
+def test_routers_share_what_they_sent():
     async def main():
         store = Store(b"secret word")
         await store.start()
@@ -115,7 +115,7 @@ class RealStore:
 
 
 @pytest.mark.world
-def test_two_routers_share_a_real_store_and_do_without_it_when_it_dies():
+def test_two_routers_share_a_real_store_and_work_without_it_when_it_dies():
     async def sent_to(first, numbers):
         homes = []
         for i in numbers:
@@ -188,7 +188,7 @@ def test_a_wrong_password_costs_nothing():
     asyncio.run(main())
 
 
-def test_only_news_of_others_about_known_targets_counts():
+def test_only_updates_of_others_about_known_targets_count():
     async def main():
         async with FakeWorker() as worker, routing(worker, shared_url="redis://127.0.0.1:1") as (router, _):
             shared, name = router.shared, str(router.workers.find("w0").url)

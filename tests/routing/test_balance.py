@@ -41,7 +41,7 @@ def test_a_prompt_goes_to_the_rank_whose_disk_has_it(event):
     assert matched == {0: 0, 100 * POOL: PROMPT - 1}, "one token is always computed"
 
 
-def test_only_a_disk_of_its_own_counts():
+def test_only_a_ranks_own_disk_counts():
     assert KvStoreConfig(enabled=True, backend="disk", max_gb=1.0).disk_tokens(1000) == 10**6
     for tiers in (
         KvStoreConfig(backend="disk"),

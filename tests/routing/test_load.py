@@ -3,7 +3,7 @@ import pytest
 from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
 
 
-def test_load_goes_back_to_nothing_however_a_request_ends():
+def test_load_returns_to_zero_however_a_request_ends():
     state = TargetLoad("w")
     sent = [DispatchedRequest(state, 1000, 400, 0.0) for _ in range(3)]
     assert (state.requests, state.prefill_tokens, state.context_tokens) == (3, 1800.0, 3000)
@@ -48,7 +48,7 @@ def test_a_slow_target_is_seen_and_forgiven_after_a_restart():
     assert slow.slowness == 1.0
 
 
-def test_promises_that_do_not_come_true_cost_credit():
+def test_wrong_cache_predictions_cost_credit():
     state = TargetLoad("w")
     for _ in range(30):
         one = DispatchedRequest(state, 1000, 800, 0.0)

@@ -64,7 +64,7 @@ def test_shortest_queue_counts_requests_and_total_tokens_their_prompts():
     assert make_policy("total_tokens").rank(RequestFeatures(1), states).order == [0, 2, 1]
 
 
-def test_a_tape_of_choices_tells_what_was_seen_and_chosen_and_changes_nothing():
+def test_a_tape_of_choices_records_what_was_seen_and_chosen_and_changes_nothing():
     tape = []
     plain, taped = make_policy("cache_aware"), Taped(make_policy("cache_aware"), tape)
     for matched in ([0, 0], [0, 90]):
@@ -83,7 +83,7 @@ def test_power_of_two_never_takes_the_busiest_of_two_and_repeats_by_seed():
     assert chosen == [first(again, RequestFeatures(1), targets(0, 1, 2, 99)) for _ in range(200)]
 
 
-def test_random_reaches_everybody_about_equally():
+def test_random_reaches_all_targets_about_equally():
     policy = make_policy("random", PolicyOptions(seed=5))
     chosen = [first(policy, RequestFeatures(1), targets(9, 0, 0, 0)) for _ in range(4000)]
     assert all(900 < chosen.count(i) < 1100 for i in range(4))
@@ -96,7 +96,7 @@ class TestCacheAware:
         assert policy.rank(RequestFeatures(1000, [0, 300, 299]), targets(0, 9, 1)).reason == COLD
         assert first(policy, RequestFeatures(1000, [0, 300, 299]), targets(0, 9, 1)) == 0
 
-    def test_it_gives_way_to_an_imbalance_that_is_both_absolute_and_relative(self):
+    def test_it_yields_to_an_imbalance_that_is_both_absolute_and_relative(self):
         policy, match = make_policy("cache_aware"), RequestFeatures(1000, [0, 900])
         assert first(policy, match, targets(0, 64)) == 1
         assert first(policy, match, targets(0, 65)) == 0
@@ -158,7 +158,7 @@ class TestPredictedTtft:
         assert ranking.order[0] != 1
         assert ranking.reason == SPILLED_BY_BOUND
 
-    def test_a_target_that_keeps_no_promises_is_believed_less(self):
+    def test_a_target_with_wrong_cache_predictions_is_trusted_less(self):
         policy, states = make_policy("predicted_ttft"), targets(0, 0)
         states[1].prefill_tokens = 500
         assert first(policy, RequestFeatures(1000, [0, 900]), states) == 1

@@ -91,7 +91,7 @@ def test_a_request_that_does_not_fit_lets_others_pass_but_not_its_own_successors
     assert drain(queue) == ["a1", "a2"]
 
 
-def test_who_leaves_is_told_once():
+def test_a_request_that_leaves_is_reported_once():
     queue = WaitingQueue()
     entry = queue.push("a", 0.0, expires_s=2.0)
     queue.push("b", 0.0, expires_s=5.0)
@@ -102,7 +102,7 @@ def test_who_leaves_is_told_once():
     assert drain(queue) == ["b"]
 
 
-def test_the_least_urgent_newest_gives_way():
+def test_the_least_urgent_newest_is_displaced():
     queue = WaitingQueue()
     for item, priority in (("a", 0), ("b", 0), ("c", 3)):
         queue.push(item, 0.0, priority=priority)
@@ -114,7 +114,7 @@ ENTRIES = st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.inte
 
 
 @given(ENTRIES, st.sampled_from([0.0, 0.01, 1.0, 5.0]))
-def test_everybody_leaves_exactly_once(entries, aging):
+def test_every_request_leaves_exactly_once(entries, aging):
     queue = WaitingQueue(aging_s=aging)
     for i, (priority, tenant, tokens) in enumerate(entries):
         queue.push(i, 0.1 * i, priority=priority, tenant=tenant, tokens=tokens)

@@ -76,7 +76,7 @@ def newcomers(yard, lora, every, until):
 
 
 @pytest.mark.parametrize("patience", [MAX_DENIED_STEPS, 20])
-def test_a_request_is_passed_over_for_a_stated_time_only(patience):
+def test_a_request_is_skipped_for_a_stated_time_only(patience):
     # `a` never leaves the one slot by itself: its requests overlap.
     yard = make_yard(1, patience)
     yard.submit([5] * 4, lora="a", max_new=12)
@@ -87,7 +87,7 @@ def test_a_request_is_passed_over_for_a_stated_time_only(patience):
     assert patience <= steps <= patience + 12 + 3
 
 
-def test_without_that_time_others_may_pass_it_over_for_ever():
+def test_without_that_time_it_may_be_skipped_for_ever():
     yard = make_yard(1, 0)
     yard.submit([5] * 4, lora="a", max_new=12)
     yard.advance()
@@ -159,7 +159,7 @@ def test_the_claim_of_a_request_that_cannot_start_keeps_no_slot_from_a_more_urge
     assert {late, urgent} <= yard.finished.keys()
 
 
-def test_a_slot_that_was_claimed_in_vain_is_claimed_again_only_once_it_was_used():
+def test_a_slot_whose_claim_had_no_effect_is_claimed_again_only_after_use():
     yard, _, flood = unused_claimed_slot()
     for number in range(3):
         yard.submit([9] * 4, lora=f"y{number}", max_new=2, priority=0)
@@ -169,7 +169,7 @@ def test_a_slot_that_was_claimed_in_vain_is_claimed_again_only_once_it_was_used(
         assert yard.scheduler.snapshot(yard.now).measures["lora_slots_claimed"] == 0
 
 
-def test_a_request_whose_claim_was_in_vain_is_behind_those_that_were_passed_over_before():
+def test_a_request_whose_claim_had_no_effect_is_behind_those_skipped_before():
     yard, first, flood = unused_claimed_slot()
     again = yard.submit([5] * 4, lora="a", max_new=40, priority=9)
     assert steps_to_start(yard, again, flood) <= 8
@@ -186,7 +186,7 @@ def test_a_request_whose_claim_was_in_vain_is_behind_those_that_were_passed_over
     assert yard.finished[second].admitted_ns < yard.finished[first].admitted_ns
 
 
-def test_retracted_and_preempted_rows_give_up_their_slot_and_come_back_into_any():
+def test_retracted_and_preempted_rows_release_their_slot_and_resume_in_any():
     yard = make_yard(1, rows=4, enable_priority_scheduling=True, max_running_requests=2)
     low = [yard.submit([5 + place] * 4, lora="a", max_new=20, priority=0) for place in range(2)]
     yard.advance()
@@ -209,7 +209,7 @@ def test_a_request_waits_behind_a_gate_until_its_adapter_was_read():
     assert yard.finished[number].reason == "length"
 
 
-def test_what_is_forgotten_leaves_slot_and_cache():
+def test_an_unloaded_adapter_leaves_slot_and_cache():
     yard = make_yard(2)
     for lora in ("a", "b", ""):
         yard.submit([5] * 20, lora=lora, cache_salt="salt" if lora == "b" else "")
@@ -234,7 +234,7 @@ def test_what_is_forgotten_leaves_slot_and_cache():
     assert yard.scheduler.idle() is None
 
 
-def test_measures_tell_of_the_slots():
+def test_measures_count_the_slots():
     yard = make_yard(3)
     yard.submit([5] * 4, lora="a", max_new=8)
     yard.advance()

@@ -18,7 +18,7 @@ class Pupil(FixedStepCost):
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_only_a_cost_model_that_learns_is_told_of_steps(learns):
+def test_only_a_learning_cost_model_gets_steps(learns):
     cost = Pupil(learns)
     yard = Yard(SchedulerSettings(context_length=64), make_info(), cost=cost)
     yard.submit([5, 6, 7], max_new=2)

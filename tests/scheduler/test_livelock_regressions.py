@@ -145,7 +145,7 @@ def test_a_newcomer_does_not_take_the_pages_that_decoding_rows_need(count, depth
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_mlfq_lets_a_long_request_go_on_however_many_short_ones_come(depth):
+def test_mlfq_lets_a_long_request_continue_however_many_short_ones_arrive(depth):
     promote_s, quantum, answer = 0.1, 16, 60
     yard = make_yard(
         pages=800,

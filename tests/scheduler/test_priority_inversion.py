@@ -18,7 +18,7 @@ MOVES = st.lists(
 
 @settings(max_examples=examples(200), deadline=None)
 @given(MOVES)
-def test_it_agrees_with_looking_at_everybody_at_every_moment(moves):
+def test_it_agrees_with_looking_at_every_request_at_every_moment(moves):
     books, now, reported = PriorityInversion(), 0, {}
     standing, expected = {}, {}
     for row, verb, level, later in moves:
@@ -36,7 +36,7 @@ def test_it_agrees_with_looking_at_everybody_at_every_moment(moves):
     assert {row: ns for row, ns in reported.items() if ns} == expected
 
 
-def test_its_books_stay_small_whatever_priorities_come():
+def test_its_state_stays_small_whatever_priorities_arrive():
     books = PriorityInversion()
     for level in range(10 * MAX_LEVELS):
         books.admitted(1, level * 1000, level)
@@ -49,7 +49,7 @@ def inverted(yard, number):
     return yard.finished[number].timings.inverted_ns
 
 
-def test_the_urgent_one_that_waits_for_a_seat_is_wronged_and_the_others_are_not():
+def test_only_the_urgent_request_that_waits_for_a_row_counts_as_inverted():
     yard = make_clocked(**PRIORITIES)
     first = yard.submit(prompt(10), max_new=20, priority=1)
     yard.turn()

@@ -13,7 +13,7 @@ def settings(**changes) -> SchedulerSettings:
     return SchedulerSettings(**({"context_length": 64} | changes))
 
 
-def test_the_clock_parts_time_into_stages():
+def test_the_clock_divides_time_into_stages():
     clock = StageClock(100)
     clock.enter("prefill", 110)
     clock.hold(True, 115)
@@ -63,7 +63,7 @@ def test_pages_that_run_out_show_in_the_course():
         assert timings.page_shortages + timings.preemptions + timings.pauses == finish.retractions
 
 
-def test_paused_time_is_told_from_waiting():
+def test_paused_time_is_separate_from_waiting():
     yard = Yard(settings(), make_info())
     number = yard.submit([5, 6, 7], max_new=6)
     yard.launch()
@@ -97,7 +97,7 @@ def test_a_pause_of_everything_counts_for_everyone(mode):
         assert finish.timings.total_ns == finish.finished_ns - finish.arrival_ns
 
 
-def test_a_request_paused_by_itself_stays_so_when_everything_goes_on():
+def test_a_request_paused_by_itself_stays_paused_when_everything_resumes():
     yard = Yard(settings(), make_info())
     number = yard.submit([5, 6, 7], max_new=2)
     yard.apply(Pause(numbers=[number]))
@@ -106,7 +106,7 @@ def test_a_request_paused_by_itself_stays_so_when_everything_goes_on():
     assert yard.scheduler.explain(number, yard.now).stage == "paused"
 
 
-def test_who_went_before_is_told_by_name():
+def test_requests_that_went_before_are_named():
     yard = Yard(settings(max_running_requests=1, enable_priority_scheduling=True, priority_aging_s=0.0), make_info())
     running = yard.submit([5, 6, 7], max_new=3, priority=0)
     yard.launch()
@@ -157,5 +157,5 @@ def test_what_is_kept_is_bounded(monkeypatch):
     assert book.admissions_between(8, 6, 9)[2]
 
 
-def test_nothing_is_known_of_a_number_that_never_came():
+def test_an_unknown_number_has_no_record():
     assert Yard(settings(), make_info()).scheduler.explain(99, 0) is None

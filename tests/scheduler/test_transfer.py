@@ -289,7 +289,7 @@ def test_a_store_of_blocks_fills_the_tree_once_for_all_that_want_it():
     assert reader.scheduler.idle() is None
 
 
-def test_those_that_wait_for_a_load_go_on_when_it_fails():
+def test_requests_that_wait_for_a_load_continue_when_it_fails():
     yard, common = make_yard(), prompt(128)
     number, load = loading(yard, common)
     other = yard.submit([*common, 5], awaits_kv=True)
@@ -306,7 +306,7 @@ def test_those_that_wait_for_a_load_go_on_when_it_fails():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_random_loads_holds_and_ends_keep_the_books(depth):
+def test_random_loads_holds_and_ends_keep_kv_accounting_right(depth):
     rng = random.Random(depth)
     yard = make_yard(pages=40, depth=depth, headroom="none")
     loads: list[Load] = []

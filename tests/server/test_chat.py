@@ -96,7 +96,7 @@ def test_too_large_max_tokens_is_refused_with_the_openai_code(server):
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_wrong_min_tokens_is_told_by_its_own_name(server):
+def test_a_wrong_min_tokens_is_named_as_the_client_wrote_it(server):
     answer = chat(server, max_tokens=4, min_tokens=5)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "min_tokens"
@@ -220,7 +220,7 @@ def test_text_format_and_auto_tools_are_taken(server):
     assert server.manager.calls[0][2]["tools"] == tools
 
 
-def test_what_is_met_anyway_is_taken_in_strict_mode_too(start):
+def test_fields_that_are_met_anyway_are_accepted_in_strict_mode_too(start):
     server = start(strict_api=True)
     idle = {
         "bad_words": [],
@@ -240,7 +240,7 @@ def test_documents_and_reasoning_effort_reach_the_template(server):
     assert variables == {"documents": [{"text": "x"}], "reasoning_effort": "low", "mood": "calm"}
 
 
-def test_an_extra_key_parts_the_cache_further(server):
+def test_an_extra_key_divides_the_cache_further(server):
     for keys in ({}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}):
         assert chat(server, max_tokens=1, **keys).status_code == 200
     assert len({spec.cache_salt for spec in server.manager.specs}) == 4

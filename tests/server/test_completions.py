@@ -69,7 +69,7 @@ def test_output_logprobs_without_echo(server):
     assert logprobs["top_logprobs"][0] == {"hello": -0.5, "world": -1.5}
 
 
-def test_streamed_logprob_offsets_go_on(server):
+def test_streamed_logprob_offsets_continue(server):
     *chunks, _ = events(complete(server, prompt="hello", logprobs=1, max_tokens=3, stream=True).text)
     offsets = [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
     assert offsets == [0, 5, 10]

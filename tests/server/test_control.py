@@ -207,7 +207,7 @@ def test_finished_requests_are_logged_if_asked_for(start, caplog):
     assert [message for message in caplog.messages if "rid=r9" in message and "reason=length" in message]
 
 
-def test_errors_of_the_framework_wear_our_envelope(server):
+def test_errors_of_the_framework_use_our_envelope(server):
     missing = server.client.get("/nothing")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     wrong = server.client.get("/v1/chat/completions")
@@ -259,7 +259,7 @@ def test_api_key_alone_opens_admin_paths(start):
 
 
 @pytest.mark.parametrize("more", [{"api_key": "k1"}, {"admin_api_key": "k2"}])
-def test_a_tenants_key_opens_what_is_its_own_and_says_whose_request_it_is(start, more):
+def test_a_tenants_key_grants_its_own_access_and_names_the_tenant(start, more):
     server = start(tenant_keys={"acme": "ka", "other": "ko"}, **more)
     assert status(server, "/v1/models") == 401
     assert status(server, "/v1/models", "wrong") == 401
@@ -297,7 +297,7 @@ def test_a_compressed_body_is_refused_by_name(server, path):
         assert plain.status_code == 200
 
 
-def test_a_wrong_argument_is_named_without_telling_of_our_files(server):
+def test_a_wrong_argument_is_named_without_paths_of_our_files(server):
     answer = server.client.get("/v1/loads?dp_rank=x")
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "dp_rank")
@@ -305,7 +305,7 @@ def test_a_wrong_argument_is_named_without_telling_of_our_files(server):
     assert ".py" not in error["message"]
 
 
-def test_several_ranks_are_told_apart(server):
+def test_several_ranks_are_reported_separately(server):
     """With one rank, /health and /metrics do not speak of ranks."""
     engine, client = server.manager, server.client
     assert "ranks" not in client.get("/health").text

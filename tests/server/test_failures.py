@@ -89,7 +89,7 @@ def test_a_request_id_in_flight_cannot_be_used_twice(start):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_a_client_that_hangs_up_cancels_its_request(start, path, stream):
+def test_a_client_that_disconnects_cancels_its_request(start, path, stream):
     manager = FakeManager()
     manager.delay_s = 0.1
     server = start(manager)

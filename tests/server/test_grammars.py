@@ -50,7 +50,7 @@ def body(**fields) -> ChatRequest:
         ({"structural_tag": TAGS}, 'say <f=a>{"x":1}</f> so', "say <f=b>{}</f>"),
     ],
 )
-def test_each_wish_takes_what_fits_and_nothing_else(vocabulary, fields, good, bad):
+def test_each_format_accepts_what_fits_and_nothing_else(vocabulary, fields, good, bad):
     grammar = grammar_of(body(**fields)).text()
     assert takes(vocabulary, grammar, good)
     assert not takes(vocabulary, grammar, bad)
@@ -93,7 +93,7 @@ def test_white_space_is_bounded(vocabulary):
 
 
 @pytest.mark.parametrize("prompt", ["assistant\n<think>\n", "assistant\n", "assistant\n<think>\n\n</think>\n\n"])
-def test_reasoning_stands_before_the_form(vocabulary, prompt):
+def test_reasoning_comes_before_the_constrained_part(vocabulary, prompt):
     form = FAMILIES["hermes"]
     grammar = after_reasoning(grammar_of(body(json_schema=SCHEMA)), form, prompt, {}).text()
     opened, closed = prompt.endswith("<think>\n"), "</think>" in prompt

@@ -61,7 +61,7 @@ def judge(vocabulary, schema, instances) -> tuple[bool, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_suite_goes_no_worse_than_the_baseline():
+def test_the_suite_is_no_worse_than_the_baseline():
     if not SUITE.is_file():
         pytest.skip(f"{SUITE.name} is not there")
     vocabulary = LLTokenizer(TOKENIZER)

@@ -71,7 +71,7 @@ def test_what_requests_do_is_for_the_admin_key_and_the_files_for_all(start):
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_the_stream_tells_of_loading_and_ends_with_the_server(start, drained):
+def test_the_stream_reports_loading_and_ends_with_the_server(start, drained):
     server = start(loading=not drained)
     if drained:
         server.state.start_draining()

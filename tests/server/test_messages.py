@@ -117,7 +117,7 @@ def test_the_conversation_reaches_the_template(start):
     assert options["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_a_last_message_of_the_assistant_is_gone_on_with(start):
+def test_a_last_message_of_the_assistant_is_continued(start):
     server = serve(start)
     post(server, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}])
     assert server.manager.calls[0][2]["continue_final_message"]

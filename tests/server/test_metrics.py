@@ -31,7 +31,7 @@ def counted(*ends):
     }
 
 
-def test_waiting_and_starvation_are_told_by_class():
+def test_waiting_and_starvation_are_reported_by_class():
     long = finish("length", output=1)
     long.timings = RequestTimings(queue_ns=31_000 * MS)
     found = counted((long, GenerateReqInput(service_class="flex")), (finish("stop"), GenerateReqInput()))
@@ -47,7 +47,7 @@ def test_made_up_classes_add_no_label():
     assert not [key for key in found if "somebodysname" in key]
 
 
-def test_lost_places_are_counted_by_reason():
+def test_retractions_and_preemptions_are_counted_by_reason():
     end = finish("length")
     end.timings = RequestTimings(preemptions=2, page_shortages=1)
     found = counted((end, GenerateReqInput(service_class="high")))
@@ -56,7 +56,7 @@ def test_lost_places_are_counted_by_reason():
     assert ("lost_places_total", "high", "paused") not in found
 
 
-def test_refusals_are_told_by_cause_and_do_not_count_as_waiting():
+def test_refusals_are_reported_by_cause_and_do_not_count_as_waiting():
     ends = [
         (finish("abort", cause=cause), GenerateReqInput()) for cause in ("queue_full", "queue_timeout", "cancelled")
     ]
@@ -117,12 +117,12 @@ def test_one_token_has_no_time_per_token():
 
 
 @pytest.mark.parametrize(("deadline_ms", "stage"), [(0.5, "queue"), (1.5, "prefill"), (2.5, "decode")])
-def test_a_missed_deadline_is_told_by_where_the_request_was(deadline_ms, stage):
+def test_a_missed_deadline_is_reported_by_the_stage_of_the_request(deadline_ms, stage):
     found = counted((promised("length", 3, deadline_ms=deadline_ms), GenerateReqInput()))
     assert found["deadline_misses_total", "normal", stage] == 1
 
 
-def test_inversion_is_told_by_class():
+def test_inversion_is_reported_by_class():
     end = finish("length", output=1)
     end.timings = RequestTimings(inverted_ns=1_500 * MS)
     found = counted((end, GenerateReqInput(service_class="high")), (finish("stop"), GenerateReqInput()))
@@ -130,7 +130,7 @@ def test_inversion_is_told_by_class():
     assert ("priority_inversion_seconds_total", "normal") not in found
 
 
-def test_what_policies_and_limits_tell_and_the_error_of_the_cost_model():
+def test_measures_of_policies_and_limits_and_the_error_of_the_cost_model():
     measures = {"deferred": 8, "deferred_requests": 3, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
     state = {"measures": measures, "step_time_error": 0.25}
     metrics = Metrics("m")
@@ -145,7 +145,7 @@ def test_what_policies_and_limits_tell_and_the_error_of_the_cost_model():
     assert "step_time_error" not in metrics.exposition().decode()
 
 
-def test_what_looking_ahead_found_is_told_by_candidate():
+def test_what_looking_ahead_found_is_reported_by_candidate():
     metrics = Metrics("m")
     assert b"lookahead" not in metrics.exposition()
     metrics.adaptive = {
@@ -165,7 +165,7 @@ def test_what_looking_ahead_found_is_told_by_candidate():
     assert 'tokenyard_policy_switches_total{candidate="slo",model="m"} 2.0' in text
 
 
-def test_gauges_for_gateways_have_the_names_that_were_asked_for():
+def test_gauges_for_gateways_have_the_configured_names():
     load = load_of({"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100})
     text = gauges_text(load, [{"running_requests": "tokenyard_running_requests"}, COMPAT["vllm"]], 'model_name="m"')
     found = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}

@@ -23,7 +23,7 @@ def lines(answer) -> list[dict]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-def test_chat_streams_unless_told_not_to(start):
+def test_chat_streams_by_default(start):
     server = serve(start)
     *pieces, last = lines(server.client.post("/api/chat", json={"messages": HELLO, "options": {"num_predict": 3}}))
     assert "".join(piece["message"]["content"] for piece in pieces) == "hello world the"

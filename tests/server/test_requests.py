@@ -87,7 +87,7 @@ def test_absurd_urgency_is_refused(server, body):
     assert answer.json()["error"]["param"].split(".")[0] in body
 
 
-def test_requests_are_the_business_of_the_admin(start):
+def test_requests_need_the_admin_key(start):
     server = start(api_key="k1", admin_api_key="k2")
     for key, status in (("k1", 401), ("k2", 404)):
         headers = {"Authorization": f"Bearer {key}"}

@@ -44,7 +44,7 @@ def test_reasoning_text_and_calls_are_items(start):
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
 
 
-def test_a_stream_tells_of_the_same_items(start):
+def test_a_stream_has_the_same_items(start):
     events = stream_of(post(serve(start, ANSWER), tools=[TOOL, NOW], stream=True))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [events[0]["type"], events[1]["type"]] == ["response.created", "response.in_progress"]
@@ -111,7 +111,7 @@ def test_wrong_requests_get_a_clear_400(start, body, param):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_goes_on_from_one_that_is_kept(start, stream):
+def test_a_response_continues_a_stored_one(start, stream):
     server = serve(start, ANSWER)
     first = post(server, tools=[TOOL, NOW], stream=stream, instructions="the")
     first = stream_of(first)[-1]["response"] if stream else first.json()
@@ -165,7 +165,7 @@ def test_wrong_parts_are_refused(start, fields, param):
     assert answer.json()["error"]["param"] == param
 
 
-def test_a_response_is_not_kept_against_the_clients_wish(start):
+def test_a_response_is_not_stored_if_the_client_says_so(start):
     server = serve(start)
     made = post(server, store=False, max_output_tokens=2).json()
     assert not made["store"]

@@ -3,7 +3,7 @@
 import pytest
 
 
-def test_the_policy_with_its_bound_its_note_and_its_settings(start):
+def test_the_policy_is_shown_with_its_bound_its_note_and_its_settings(start):
     server = start(info={"model_path": "m", "schedule_policy": "lpm", "policy_options": {}, "slo_tpot_ms": 40.0})
     assert server.client.get("/v1/scheduler").json() == {
         "policy": "priority+lpm",
@@ -41,7 +41,7 @@ def test_a_wrong_policy_is_refused_and_nothing_changes(server, body, words):
     assert server.manager.calls == []
 
 
-def test_an_own_policy_may_come_back_if_the_server_started_with_it(start):
+def test_a_user_policy_may_be_set_again_if_the_server_started_with_it(start):
     server = start(info={"schedule_policy": "mine:Policy"})
     assert server.client.post("/v1/scheduler", json={"policy": "mine:Policy"}).status_code == 200
 

@@ -93,7 +93,7 @@ def test_a_client_that_takes_nothing_is_not_waited_for():
 @pytest.mark.parametrize(
     ("late", "aborted"), [(False, [True, False, False, False]), (True, [True, True, False, False])]
 )
-def test_the_end_does_not_wait_for_what_cannot_come(late, aborted):
+def test_shutdown_does_not_wait_for_what_cannot_arrive(late, aborted):
     connections = [
         Connection(more_body=True, response_complete=False),
         Connection(more_body=False, response_complete=False),

@@ -79,7 +79,7 @@ def test_a_body_without_end_is_not_read_for_ever():
     assert error.value.code == "body_too_large"
 
 
-def test_hang_up_before_the_body():
+def test_disconnect_before_the_body():
     with pytest.raises(ClientGoneError):
         asyncio.run(read_body(receiver({"type": "http.disconnect"}), 3))
 

@@ -87,7 +87,7 @@ def test_usage_counts_the_tokens_of_reasoning(start):
     assert asked(start, ANSWER).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
-def test_a_prediction_reaches_the_engine_only_where_it_drafts_and_usage_tells_what_became_of_it(start):
+def test_a_prediction_reaches_the_engine_only_where_it_drafts_and_usage_counts_its_tokens(start):
     predicted = {"type": "content", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": " world"}]}
     for algorithm, text in (("none", ""), ("NGRAM", "hello world")):
         server = start(speculative_algorithm=algorithm)
@@ -150,7 +150,7 @@ def test_separate_reasoning_off_leaves_the_text_whole(start):
     assert message["content"] == "<think>a</think>b"
 
 
-def test_a_template_that_drops_tools_is_told_of(start, caplog):
+def test_a_template_that_drops_tools_is_reported(start, caplog):
     content = asked(start, "hello", source="{{ messages }}").json()
     assert "shows no tools" in content["warnings"][0]
     assert "shows no tools" in caplog.text

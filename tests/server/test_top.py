@@ -39,7 +39,7 @@ def test_a_server_that_loads_says_so(start):
     assert "loading" in "\n".join(screen(seen_of(start(loading=True)), 80, None))
 
 
-def test_once_prints_one_look_and_a_wrong_key_is_an_error(start, capsys):
+def test_once_prints_one_snapshot_and_a_wrong_key_is_an_error(start, capsys):
     server = start(admin_api_key="secret")
     assert main(["top", "--url", server.url, "--key", "secret", "--once"]) == 0
     assert "running 3" in capsys.readouterr().out

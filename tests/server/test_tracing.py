@@ -59,7 +59,7 @@ def test_stages_that_were_not_reached_are_left_out():
     assert [name for name, _, _ in stages(end)] == ["queue"]
 
 
-def test_without_the_packages_the_reason_is_said(monkeypatch):
+def test_without_the_packages_the_reason_is_given(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"install tokenyard\[otel\]"):
         open_tracing("http://127.0.0.1:9/v1/traces")
@@ -73,7 +73,7 @@ class FlakyExporter:
         return self.results.pop(0)
 
 
-def test_a_collector_that_is_away_is_told_once_and_when_it_is_back(caplog):
+def test_an_unreachable_collector_is_logged_once_and_when_it_returns(caplog):
     away, fine = SpanExportResult.FAILURE, SpanExportResult.SUCCESS
     exporter = QuietExporter(FlakyExporter(fine, away, away, away, fine, fine, away), "http://c:4318")
     said = []

@@ -40,7 +40,7 @@ def served(traffic, disagg, observer=None, **changes):
     return run, outcome
 
 
-def test_every_prompt_is_computed_elsewhere_and_its_kv_comes_over_the_link():
+def test_every_prompt_is_computed_elsewhere_and_its_kv_is_sent_over_the_link():
     traffic = workload((0.0, 8000, 20), (0.1, 16_000, 20), (5.0, 4000, 1))
     _, outcome = served(traffic, DisaggSettings(1, link_gbit=10.0))
     moved = outcome.transfers
@@ -69,7 +69,7 @@ class Links:
         return self.traffic.carry(out, into, num_bytes, now, ends)
 
 
-def test_a_wire_carries_one_thing_after_the_other():
+def test_a_link_carries_one_transfer_after_the_other():
     links, out, slow, free = Links(), LinkDirection.of(1e9), LinkDirection.of(1e9), LinkDirection.of(1e9)
     wires = ((out, slow, 0), (LinkDirection.of(1e9), slow, 200), (out, slow, 200), (out, free, 200))
     for source, target, now in wires:
@@ -78,7 +78,7 @@ def test_a_wire_carries_one_thing_after_the_other():
     assert list(links.times.values()) == [(0, 1000), (1000, 2000), (2000, 3000), (2000, 3000)]
 
 
-def test_what_is_stopped_leaves_the_wires_to_those_behind_it():
+def test_a_stopped_transfer_leaves_the_links_to_those_behind_it():
     links, out, into, other = Links(), LinkDirection.of(1e9), LinkDirection.of(1e9), LinkDirection.of(1e9)
     first = links.carry(out, into, 1000, 0)
     second, third = links.carry(out, into, 1000, 0), links.carry(out, other, 1000, 0)

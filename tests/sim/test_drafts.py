@@ -59,7 +59,7 @@ def test_as_many_drafts_are_right_as_the_model_says(overlap):
     assert found.counters["accepted_draft_tokens"] / found.counters["draft_tokens"] == pytest.approx(0.6, abs=0.05)
 
 
-def test_each_request_has_a_rate_of_its_own_and_only_some_tokens_have_drafts():
+def test_each_request_has_its_own_rate_and_only_some_tokens_have_drafts():
     marks = Speculation(4, (0.2, 0.9), coverage=0.5).marks(200, seed=3)
     assert isinstance(marks, DrawnMarks)
     numbers, indices = np.broadcast_arrays(np.arange(200)[:, None], np.arange(2000)[None])
@@ -70,7 +70,7 @@ def test_each_request_has_a_rate_of_its_own_and_only_some_tokens_have_drafts():
     assert each.mean() == pytest.approx(0.55, abs=0.05)
 
 
-def test_recorded_marks_are_played_back_token_by_token():
+def test_recorded_acceptance_is_replayed_token_by_token():
     first, second = (np.array(marks, np.int8) for marks in ([RIGHT, WRONG, NO_DRAFT], [RIGHT]))
     marks = RecordedMarks((first, second))
     index = np.arange(1, 8)
@@ -122,7 +122,7 @@ def test_numbers_that_cannot_be_are_refused(wrong):
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_what_a_tape_tells_of_drafts_serves_the_same_requests_alike(overlap):
+def test_acceptance_recorded_on_a_tape_serves_the_same_requests_alike(overlap):
     """Each request has its own rate, so that the mean alone would not do."""
     requests = workload(*[(0.01 * index, 64, 150) for index in range(20)])
     chosen = setup(settings={"max_in_flight": overlap}, speculation=Speculation(4, (0.1, 0.95), coverage=0.7))

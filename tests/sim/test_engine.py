@@ -50,7 +50,7 @@ def test_equal_runs_have_equal_hashes_and_other_settings_other_ones():
 
 
 @pytest.mark.parametrize("name", ["sglang-default", "vllm-default", "sarathi"])
-def test_everybody_is_served_whole_under_memory_pressure(name):
+def test_every_request_is_served_whole_under_memory_pressure(name):
     traffic = synthetic("plain", 80, 40.0, seed=5)
     outcome = simulate(traffic, setup(name, kv_pool_tokens=32_000))
     served = outcome.status == FINISHED
@@ -101,7 +101,7 @@ def test_a_slow_answer_misses_its_token_target():
     assert outcome.met.tolist() == [False, True], "an answer of one token has no time per token"
 
 
-def test_targets_of_a_requests_own_come_before_those_of_the_run():
+def test_targets_of_a_request_override_those_of_the_run():
     plain = workload((0.0, 20_000, 1), (0.0, 100, 40), (0.0, 100, 40), (0.0, 100, 40))
     none = np.full(4, np.nan)
     traffic = replace(plain, slo_ttft_s=np.array([0.2, np.nan, np.nan, 9.0]), slo_tpot_s=none.copy(), deadline_s=none)
@@ -124,7 +124,7 @@ def test_a_deadline_is_to_the_end_and_stands_in_for_the_first_token():
     assert outcome.late_s[:2] == pytest.approx([0.0, 0.01])
 
 
-def test_the_scheduler_is_told_of_targets_and_deadlines():
+def test_the_scheduler_gets_targets_and_deadlines():
     one = replace(workload((0.0, 9, 1)), slo_ttft_s=np.array([0.5]), slo_tpot_s=np.array([0.25]))
     assert one.request(0).slo == Slo(500_000_000, 250_000_000)
     assert workload((0.0, 9, 1)).request(0).slo is None
@@ -148,7 +148,7 @@ def test_cache_aware_routing_keeps_prefixes_together():
     assert rates[1] > rates[0] + 0.05
 
 
-def test_a_wrong_belief_about_cost_changes_no_time_of_the_device():
+def test_a_wrong_prior_cost_model_changes_no_time_of_the_device():
     traffic = workload((0.0, 1000, 5))
     right, wrong = simulate(traffic, setup()), simulate(traffic, setup(prior_scale=2.0, learn=True))
     assert right.e2e_s[0] == wrong.e2e_s[0]
@@ -175,7 +175,7 @@ def test_summary_adds_up_and_has_the_promised_fields():
     assert len(numbers["decision_hash"]) == 32
 
 
-def test_an_answer_that_the_pool_cuts_off_is_told():
+def test_an_answer_that_the_pool_cuts_off_is_reported():
     numbers = summary(simulate(workload((0.0, 15_900, 500), (0.0, 100, 5)), setup(kv_pool_tokens=16_000)))
     assert (numbers["finished"], numbers["cut_short"]) == (2, 1)
     assert summary(simulate(workload((0.0, 100, 5)), setup()))["cut_short"] == 0

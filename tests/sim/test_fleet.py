@@ -91,7 +91,7 @@ def test_a_full_queue_refuses_the_least_urgent_and_a_long_wait_ends():
     assert ((given_up_s >= 1.0) & (given_up_s <= 1.25)).all()
 
 
-def test_tenants_share_what_waits_by_their_weights():
+def test_tenants_share_the_queue_by_their_weights():
     traffic = synthetic("tenants", 400, 100.0, seed=1)
     heavy = traffic.tenants[int(np.bincount(traffic.tenant).argmax())]
     waits = {}
@@ -121,7 +121,7 @@ def test_requests_wait_while_every_replica_is_dead():
     assert [run.restarts for run in outcome.schedulers] == [1, 1]
 
 
-def test_unlike_replicas_have_the_costs_and_pools_of_their_devices(tmp_path):
+def test_different_replicas_have_the_costs_and_pools_of_their_devices(tmp_path):
     fleet = read_fleet(file_of(tmp_path, "workers: {1: {device: a100}}"), "llama-3-8b")
     outcome = simulate(synthetic("plain", 120, 20.0, seed=1), setup(replicas=2, fleet=fleet))
     fast, slow = worker_figures(outcome)

@@ -42,7 +42,7 @@ def returning(prompts, tokens):
     return workload(*((5.0 * i, tokens, 4) for i in range(2 * prompts)), content=content)
 
 
-def test_a_long_prompt_that_left_the_pool_comes_back_from_the_disk():
+def test_a_long_prompt_evicted_from_the_pool_is_loaded_from_the_disk():
     traffic, pool = returning(4, 30_000), {"kv_pool_tokens": 40_000}
     without = served(traffic, None, **pool)
     with_disk = served(traffic, LARGE, **pool)
@@ -62,7 +62,7 @@ def test_short_prompts_are_computed_where_that_is_faster_than_the_disk():
     assert outcome.kv_store.recomputed == 8
 
 
-def test_a_full_tier_forgets_what_was_used_longest_ago():
+def test_a_full_tier_evicts_the_least_recently_used():
     gb = 2.5 * 30_000 * 131_072 / 1e9
     outcome = served(returning(4, 30_000), KvStoreSettings(disk_gb=gb, write_mb_s=0.0), kv_pool_tokens=40_000)
     assert outcome.kv_store.evicted > 0
@@ -82,7 +82,7 @@ def test_what_waits_to_be_stored_with_several_chunks_is_stored_once(kv_store):
     assert outcome.kv_store.stored == 2 * (30_003 // 64 * 64)
 
 
-def test_a_slow_disk_is_waited_for_no_longer_than_allowed():
+def test_the_wait_for_a_slow_disk_is_bounded():
     traffic, pool = returning(4, 30_000), {"kv_pool_tokens": 40_000}
     # Reading takes a second, and computing a little more.
     slow = KvStoreSettings(disk_gb=1000.0, write_mb_s=0.0, read_gb_s=3.9, timeout_s=0.5, timeout_per_1k_tokens_s=0.0)
@@ -129,7 +129,7 @@ def test_blocks_keep_the_beginnings_of_prompts_longest():
     assert [digest in blocks for digest in (b"a", b"b", b"c", b"d")] == [True, True, False, True]
 
 
-def test_a_channel_gives_up_what_waits_too_long_and_tells_how_much_was_done():
+def test_a_channel_gives_up_what_waits_too_long_and_reports_how_much_was_done():
     calls, done = [], []
     channel = IoChannel(lambda when, call: calls.append((when, call)))
     for name, until in (("cut", 60), ("late", 50), ("whole", 400)):

@@ -36,7 +36,7 @@ def test_a_draw_is_one_of_the_known_lengths_beyond_what_was_seen():
     assert drawn.tolist() == draw_lengths(seen, lengths, [], seed=3).tolist()
 
 
-def test_like_is_the_class_and_within_it_the_tenant_where_enough_is_known():
+def test_similar_answers_are_those_of_the_class_and_of_the_tenant_where_enough_are_known():
     many = MIN_SIMILAR
     lengths = columns(*[10] * many, *[200] * many, *[3000] * 2, 1, 1, 1)
     seen = columns(*[-1] * (2 * many + 2), 0, 0, 0)

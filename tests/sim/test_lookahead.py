@@ -69,7 +69,7 @@ def busy():
     return Yard(plain(500, 30.0, 1), 15.0)
 
 
-def test_a_look_repeats_and_another_number_draws_another_future(busy):
+def test_a_forecast_repeats_and_another_seed_draws_another_future(busy):
     names = ["fcfs", "slo"]
     first = busy.look(names=names)
     assert [score.name for score in first] == names
@@ -77,13 +77,13 @@ def test_a_look_repeats_and_another_number_draws_another_future(busy):
     assert first != busy.look(names=names, number=1)
 
 
-def test_a_look_foresees_what_a_change_brings(busy):
+def test_a_forecast_predicts_the_effect_of_a_change(busy):
     scores = {score.name: score for score in busy.look()}
     assert scores["slo"].met > 1.2 * scores["fcfs"].met
     assert scores["slo"].requests > 100
 
 
-def test_a_look_knows_of_drafts(busy):
+def test_a_forecast_includes_drafts(busy):
     state = busy.scheduler.lookahead_state(busy.now)
     assert make_drafter(state, 10, 10) is None
     running = state.rows["state"] == RowState.RUNNING
@@ -96,7 +96,7 @@ def test_a_look_knows_of_drafts(busy):
     assert look_ahead(busy.traffic, state, ["fcfs"], 4.0, 0)[0] == with_drafts
 
 
-def test_a_look_changes_nothing():
+def test_a_forecast_changes_nothing():
     before = Yard(plain(400, 25.0, 1), 10.0)
     record_lookahead = Yard(plain(400, 25.0, 1), 10.0)
     record_lookahead.look(horizon_s=3.0)
@@ -105,7 +105,7 @@ def test_a_look_changes_nothing():
     assert before.replica.decision_hash() == record_lookahead.replica.decision_hash()
 
 
-def test_lengths_to_come_are_not_known():
+def test_a_forecast_does_not_know_future_lengths():
     work = plain(400, 25.0, 1)
     seen = Yard(work, 8.0)
     open_numbers = [row for row in range(400) if seen.scheduler.state.table.row_of(row) is not None]
@@ -122,7 +122,7 @@ def test_lengths_to_come_are_not_known():
     assert first.look(names=["fcfs", "slo"]) == second.look(names=["fcfs", "slo"])
 
 
-def test_who_runs_goes_on_from_what_is_computed(busy):
+def test_running_requests_continue_from_what_is_computed(busy):
     moment, future = busy.scheduler.lookahead_state(busy.now), busy.future()
     running = int((moment.rows["state"] == 3).sum())
     assert future.running == running > 20
@@ -151,7 +151,7 @@ def test_a_forward_run_drains(work):
         assert len(fork._finishes) == len(moment.rows["number"])
 
 
-def test_arrivals_come_as_often_as_lately():
+def test_arrivals_have_the_recent_rate():
     yard = Yard(plain(1000, 10.0, 3), 50.0)
     come = [len(future) - future.running - future.waiting for future in (yard.future(10.0, n) for n in range(20))]
     assert 80 < np.mean(come) < 120
@@ -168,13 +168,13 @@ def test_more_arrivals_than_are_kept_count_at_their_rate():
     assert 850 < len(future) - future.running - future.waiting < 1150
 
 
-def test_arrivals_of_long_ago_are_forgotten():
+def test_old_arrivals_are_discarded():
     yard = Yard(workload(*((0.1 * i, 100, 2) for i in range(50)), (100.0, 100, 2)), 101.0)
     yard.future()
     assert [one.number for one in yard.traffic.arrivals] == [50]
 
 
-def test_common_prefixes_are_found_again_in_the_forward_run():
+def test_common_prefixes_hit_in_the_forward_run():
     yard = Yard(shared_prefix(400, 20.0, 1), 15.0)
     future = yard.future()
     fork = CandidateRun(yard.scheduler.lookahead_state(yard.now), future, SetPolicy("lpm"))
@@ -225,7 +225,7 @@ def test_own_targets_and_deadlines_count():
         )
 
 
-def test_requests_that_are_lost_already_and_those_that_have_time_left_are_not_judged():
+def test_requests_already_late_and_those_with_time_left_are_not_judged():
     yard = Yard(workload((0.0, 100, 2000)), 1.0, max_running_requests=1)
     yard.traffic.arrivals.clear()
     for number, targets in ((1, {"slo": Slo(ttft_ns=1)}), (2, {"deadline_ns": 100 * NS_PER_S})):
@@ -236,7 +236,7 @@ def test_requests_that_are_lost_already_and_those_that_have_time_left_are_not_ju
     assert (score.requests, score.met) == (1, 1.0)
 
 
-def test_of_a_long_queue_a_part_is_taken_and_who_is_held_back_is_left_out():
+def test_a_part_of_a_long_queue_is_sampled_and_held_requests_are_left_out():
     yard = Yard(workload((0.0, 50, 10)), 0.5, max_running_requests=4)
     for number in range(1, 2001):
         request = Request(number, "", np.full(10, 5, np.int32), SamplingParams(max_new_tokens=5))
@@ -249,7 +249,7 @@ def test_of_a_long_queue_a_part_is_taken_and_who_is_held_back_is_left_out():
     assert np.diff(waiting).max() <= 5
 
 
-def test_messages_survive_the_way(busy):
+def test_messages_survive_encoding(busy):
     moment = busy.scheduler.lookahead_state(busy.now)
     for message in (
         *list(busy.traffic.arrivals)[:2],

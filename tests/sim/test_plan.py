@@ -152,7 +152,7 @@ class Made:
         return 0.995 if trial.replicas >= self.need[trial.option.policy] * trial.traffic.rate else 0.5
 
 
-def test_the_cheapest_and_the_smallest_are_told_apart_and_asked_what_if():
+def test_the_cheapest_and_the_smallest_are_separate_and_get_what_ifs():
     world = Made({"few": 2, "cheap": 5, "dear": 4})
     kinds = [option(price=price) for price in (4.0, 1.0, 3.0)]
     kinds = [replace(kind, policy=policy) for kind, policy in zip(kinds, world.need, strict=True)]

@@ -28,7 +28,7 @@ class Stuck:
         return SimpleNamespace(finished=[])
 
 
-def test_it_is_tried_again_as_in_a_server():
+def test_a_failed_step_is_retried_as_in_a_server():
     scheduler = Stuck(5 * NS_PER_S)
     replica = SimScheduler(scheduler, None, lambda finish: None)
     replica.advance(NEVER_NS)

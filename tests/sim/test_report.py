@@ -90,7 +90,7 @@ def test_a_single_late_request_is_seen(tmp_path):
     assert any(one["x"] for one in data_of(tmp_path / "report.html")[3]["series"])
 
 
-def test_bars_stand_side_by_side_on_zero():
+def test_bars_are_side_by_side_on_zero():
     chart = Chart("t", "", "y")
     chart.bars(["a", "b"], [1.0, 2.0], "one")
     chart.bars(["a", "b"], [2.0, 0.0], "two")
@@ -136,7 +136,7 @@ def test_a_report_compares_settings_and_shows_the_gap_between_tenants(tmp_path):
     assert charts[-1]["group"] == "over time: step"
 
 
-def test_misses_are_told_by_target_and_by_kind(tmp_path):
+def test_misses_are_shown_by_target_and_by_kind(tmp_path):
     traffic = workload(*[(float(second), 100 + second, 5) for second in range(20)])
     place = np.arange(20)
     targets = {"slo_ttft_s": np.where(place < 4, 1e-6, np.nan), "slo_tpot_s": np.where(place // 2 % 4, np.nan, 1e-9)}

@@ -23,7 +23,7 @@ def fleet(router="predicted_ttft", replicas=3, **options):
 
 
 @pytest.mark.parametrize("router", sorted(POLICIES))
-def test_every_policy_of_the_router_serves_everybody_and_repeats(router):
+def test_every_policy_of_the_router_serves_every_request_and_repeats(router):
     traffic = synthetic("multi-turn", 60, 10.0, seed=2)
     one, again = (simulate(traffic, fleet(router)) for _ in range(2))
     assert one.served.all()
@@ -31,7 +31,7 @@ def test_every_policy_of_the_router_serves_everybody_and_repeats(router):
     assert set(one.replica.tolist()) == {0, 1, 2}
 
 
-def test_what_the_router_expects_is_about_what_comes_true():
+def test_the_routers_predictions_are_close_to_what_happens():
     outcome = simulate(synthetic("shared-prefix", 150, 10.0, seed=1), fleet())
     assert outcome.predicted_cached_tokens == pytest.approx(outcome.cached_tokens.sum(), rel=0.15)
 
@@ -64,7 +64,7 @@ def test_a_slow_replica_gets_fewer_requests_by_predicted_ttft():
     assert np.percentile(aware.ttft_s, 95) < np.percentile(blind.ttft_s, 95)
 
 
-def test_several_routers_share_what_events_tell():
+def test_several_routers_share_kv_events():
     traffic = synthetic("shared-prefix", 200, 20.0, seed=3)
     alone, informed = (
         simulate(traffic, fleet("cache_aware", routers=4, kv_event_lag_s=lag, replicas=4)) for lag in (None, 0.05)
@@ -97,7 +97,7 @@ def test_faults_must_name_a_replica():
         simulate(synthetic("plain", 2, 1.0), fleet(faults=(Fault(0.0, 7, 1.0),)))
 
 
-def test_first_tokens_are_seen_when_they_come(monkeypatch):
+def test_first_tokens_are_seen_when_they_arrive(monkeypatch):
     """What the router learns from, and what the client sees, is the first token and not the admission."""
     seen = {}
     note = SimRouting.first_token

@@ -24,7 +24,7 @@ def test_no_scale_meets_the_target():
     assert largest_scale(lambda scale: False) == 0.0
 
 
-def test_a_target_that_is_always_met_is_told():
+def test_a_target_that_is_always_met_is_reported():
     with pytest.raises(ConfigError, match="long enough"):
         largest_scale(lambda scale: True)
 
@@ -46,7 +46,7 @@ def test_the_bound_bites_under_overload_and_grows_with_replicas():
     assert attainment_bound(traffic.scaled(0.01), PROFILE, DefaultSlo()) == 1.0
 
 
-def test_targets_of_a_requests_own_move_the_bound():
+def test_targets_of_single_requests_move_the_bound():
     traffic = synthetic("plain", 2000, 60.0, seed=7)
     patient = replace(traffic, slo_ttft_s=np.full(2000, 60.0), slo_tpot_s=np.full(2000, 1.0))
     due = replace(patient, deadline_s=np.full(2000, 0.5))

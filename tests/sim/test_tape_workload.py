@@ -141,7 +141,7 @@ def test_the_trace_file_simulates_like_the_tape(chatted, tmp_path):
         assert np.isnan(targets[one.tenant != one.tenant[0]]).all()
 
 
-def test_what_a_simulation_leaves_out_is_said():
+def test_what_a_simulation_leaves_out_is_reported():
     yard = TimedYard(SchedulerSettings(context_length=64, max_queued_requests=2), make_info(64, 1, 1, 64))
     first = yard.submit([5, 6], max_new=20)
     for _ in range(3):
@@ -189,7 +189,7 @@ def ids(*values):
     return np.array(values, np.int32)
 
 
-def test_earlier_answers_in_a_prompt_become_the_simulated_ones():
+def test_earlier_answers_in_a_prompt_are_replaced_by_the_simulated_ones():
     talks = Conversations()
     first, answer = ids(1, 2, 3), ids(50, 51, 52)
     assert talks.add(0, first, answer).tolist() == [1, 2, 3]
@@ -231,7 +231,7 @@ def test_the_hosts_share_leaves_out_rests_and_counts_slow_turns():
     assert yard.history()[0].host_s == pytest.approx(0.002, rel=0.1)
 
 
-def test_a_tape_of_a_few_steps_is_learnt_from_too():
+def test_a_tape_of_a_few_steps_is_fitted_too():
     yard = TimedYard(SchedulerSettings(context_length=256), make_info(4096, 1, 32, 256))
     yard.submit([5] * 20, max_new=10)
     yard.run()

@@ -238,7 +238,7 @@ def test_a_bad_csv_line_is_one_clear_line(tmp_path, line, complaint):
         read_trace(path, "azure")
 
 
-def test_a_clock_going_backwards_is_told_by_how_much(tmp_path):
+def test_a_clock_going_backwards_is_reported_with_its_amount(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,1,2\n2023-11-16 18:15:46.25,1,2\n")
     with pytest.raises(ConfigError, match=r"line 3: the clock goes backwards, by 0\.25 s"):
@@ -562,7 +562,7 @@ def test_folders_and_archives_are_recognised_by_what_they_hold(tmp_path):
         assert detect_format(tmp_path / folder) == detect_format(tmp_path / f"{folder}.tar.gz") == found
 
 
-def test_an_array_is_told_from_lines(tmp_path):
+def test_an_array_is_distinguished_from_lines(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([GOOD, GOOD]))
     with pytest.raises(ConfigError, match="one object a line"):
         detect_format(tmp_path / "a.json")

@@ -212,7 +212,7 @@ def load(yard, requests=24):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy_replays_and_so_does_a_belief_that_learns(policy):
+def test_every_policy_replays_and_so_does_a_learning_cost_model(policy):
     info = small_info()
     truth = get_profile("cpu", "smollm2-135m").cost()
     executor = MockExecutor(info, truth, sleep=False, answer_tokens=(4, 12))
@@ -239,7 +239,7 @@ def test_calls_that_found_nothing_to_plan_are_on_the_tape_too():
     assert_replays(yard.tape())
 
 
-def test_moments_of_rest_are_on_the_tape():
+def test_idle_moments_are_on_the_tape():
     """The share that is reserved for answers is reset when nothing is left to do."""
     chosen = replace(small(depth=1), schedule_conservativeness=1.0, new_token_ratio_decay_steps=5, run_timeout_s=-1.0)
     yard = TapedYard(chosen, small_info(1))
@@ -309,7 +309,7 @@ def recording():
     return yard
 
 
-def test_the_first_difference_is_told():
+def test_the_first_difference_is_reported():
     data = bytearray(recording().file.getvalue())
     tape = Tape(bytes(data), "t")
     plans = [record for record in tape.records() if isinstance(record.body, Planned) and record.body.rows]

@@ -152,7 +152,7 @@ def test_no_marker_is_the_beginning_of_another_of_its_region():
                 assert not any(other != marker and other.startswith(marker) for other in region.edges), form.name
 
 
-def test_every_edge_leads_somewhere():
+def test_every_transition_has_a_target():
     for form in FAMILIES.values():
         for region in form.regions.values():
             targets = [*region.edges.values(), *region.bare.values(), *(target for _, target in region.routes)]

@@ -54,7 +54,7 @@ def test_the_same_message_as_transformers(text, opened):
     assert [(name, json.loads(arguments)) for name, arguments in calls] == expected
 
 
-def test_it_goes_before_what_the_chat_template_says():
+def test_it_overrides_the_chat_template():
     style = OutputStyle({"default": "[TOOL_CALLS]"}, response_template=TEMPLATE)
     assert style.form.name == "checkpoint"
     assert style.tool_call_format.shape is not None
