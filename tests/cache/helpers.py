@@ -16,7 +16,7 @@ def ints(*values):
 
 
 class Recorder:
-    """A listener that writes down what it hears."""
+    """A listener that records every change."""
 
     def __init__(self):
         self.heard = []

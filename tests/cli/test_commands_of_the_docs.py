@@ -1,4 +1,4 @@
-"""The commands on the pages are run as they stand there, in a folder that has the files they name.
+"""The commands on the pages are run as written, in a folder that has the files they name.
 
 Those that are not run are named with the reason.
 """

@@ -61,7 +61,7 @@ def forced_tool(target: Target) -> None:
         again = client_of(target).messages.create(model=target.model, max_tokens=8, messages=turns, tools=[TOOL])
         expect(again.content, "the second turn is empty")
     except anthropic.BadRequestError as error:
-        # The template of the demo model knows no messages of tools, and says so.
+        # The template of the demo model refuses messages of tools.
         expect("role" in str(error), f"another error: {error}")
 
 

@@ -109,7 +109,7 @@ def responses_parsed_and_with_tools(target: Target) -> None:
     try:
         client(target).responses.create(**{**options, "input": [*history, result], "max_output_tokens": 8})
     except openai.BadRequestError as error:
-        # The template of the demo model knows no messages of tools, and says so.
+        # The template of the demo model refuses messages of tools.
         expect("role" in str(error), f"another error: {error}")
 
 

@@ -101,7 +101,7 @@ async def replayed(simulated, policy, room, settings, salts, monkeypatch):
     events = [(at_ns, ARRIVES, 0, number) for number, at_ns in enumerate(simulated.arrival_ns.tolist())]
     for what, times_ns in ((BEGINS, simulated.first_token_ns), (ENDS, simulated.finished_ns)):
         events += [(at_ns, what, places[number], number) for number, at_ns in enumerate(times_ns.tolist())]
-    # At equal times arrivals come first, then what each replica tells, one after the other.
+    # At equal times arrivals come first, then the reports of each replica, one after the other.
     for at_ns, what, _, number in sorted(events, key=lambda one: (one[0], one[1] != ARRIVES, one[2], one[1], one[3])):
         driven.now_s = at_ns / 1e9
         if what == ARRIVES:

@@ -40,7 +40,7 @@ def target_of(run, number):
 
 
 class Simulated:
-    """What the simulator says of one run: (time, what, number of the request, scheduler, more)."""
+    """What the simulator reports about one run: (time, what, number of the request, scheduler, more)."""
 
     def __init__(self, monkeypatch, traffic, chosen):
         self.events = []
@@ -67,7 +67,7 @@ class Simulated:
         for _ in run.until_end():
             pass
         self.outcome = run.outcome()
-        # What the simulator hears later than it happened, the engine hears when it happened.
+        # What reaches the simulator after it happened reaches the engine when it happens.
         self.events.sort(key=lambda event: event[0])
 
     def _note(self, monkeypatch, name, event):

@@ -86,7 +86,7 @@ def addresses(file: Path) -> list[str]:
 
 
 def scaled_and_killed(cluster: Cluster, url: str, file: Path, right: dict[str, str]) -> None:
-    """More engines under load; a node dies, another comes; fewer engines while a few clients go on."""
+    """More engines under load; a node dies, another joins; fewer engines while a few clients continue."""
     load = Load(url, CLIENTS, right)
     until("three engines under load", lambda: len(addresses(file)) == 3)
     print("three engines", flush=True)

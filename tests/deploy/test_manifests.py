@@ -1,4 +1,4 @@
-"""What lies in deploy/: flags, paths, ports and metrics that it names are there; programs of others accept it."""
+"""The files in deploy/: their flags, paths, ports and metrics exist, and the programs they are for accept them."""
 
 import json
 import re

@@ -157,7 +157,7 @@ class World:
             to.inbox.append((self.now + LATENCY_NS, call))
 
     def read(self, reader: Engine, read: Read, now: int) -> None:
-        """Copy the pages when the read ends, with what lies there by then: as late as can be."""
+        """Copy the pages when the read ends, with their contents at that time: as late as possible."""
         self.reading += 1
         source = self.p
 

@@ -1,4 +1,4 @@
-"""Looks at the pages with a browser: `python look_at_pages.py CHROMIUM SERVER_URL ROUTER_URL REPORT [SCREENSHOTS]`.
+"""Checks the pages in a browser: `python check_pages.py CHROMIUM SERVER_URL ROUTER_URL REPORT [SCREENSHOTS]`.
 
 Runs in an environment with Playwright. Prints "PASS" if no request failed, no script complained, the curves moved
 under load, a request could be explained and the policy be changed; else what went wrong. With a folder, writes

@@ -176,7 +176,7 @@ def kill_server(streams: int) -> Outcome:
 
 
 def kill_scheduler(streams: int, tokens: int = 100) -> Outcome:
-    """kill -9 of the scheduler while all streams run: it is started again, and they go on."""
+    """kill -9 of the scheduler while all streams run: it is restarted, and they continue."""
 
     async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
         opened, tasks = await open_all(server, streams, tokens)
@@ -193,7 +193,7 @@ def kill_scheduler(streams: int, tokens: int = 100) -> Outcome:
 def break_detokenizer(
     streams: int, ranks: int = 1, number: signal.Signals = signal.SIGKILL, tokens: int = 60
 ) -> Outcome:
-    """Kill or stop the detokenizer while all streams run: it and all schedulers start again, and the streams go on."""
+    """Kill or stop the detokenizer while all streams run: it and all schedulers restart, and the streams continue."""
 
     async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
         unbroken, tasks = await open_all(server, streams, tokens)
@@ -266,7 +266,7 @@ async def _load(server: Server, streams: int, tokens: int) -> tuple[list[Stream]
 
 
 def _surviving(name: str, flags: tuple[str, ...], work: object) -> Outcome:
-    """Run `work(server)` on a server that must survive it, and look at its pages and its end."""
+    """Run `work(server)` on a server that must survive it, and check its pages and its exit."""
     server = Server(*MOCK, *flags)
     try:
         ends, seconds, notes = asyncio.run(work(server))  # type: ignore[operator]

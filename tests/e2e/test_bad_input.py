@@ -163,7 +163,7 @@ def test_values_nested_too_deeply_are_refused(mock_server):
 
 
 def test_silent_connections_leave_probes_an_answer():
-    """More connections than the process may open files; other requests get a clear refusal, and go on afterwards."""
+    """More connections than the process may open files; other requests get a clear refusal, and work afterwards."""
     with closing(Server("--executor", "mock", prefix=("sh", "-c", 'ulimit -n 128; exec "$0" "$@"'))) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with ExitStack() as silent:

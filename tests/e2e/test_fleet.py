@@ -194,7 +194,7 @@ def test_tls_on_both_sides(mock_server, tmp_path):
 
 
 def streamed(url, body, on_line=lambda so_far: None):
-    """The text, end and usage of a stream; `on_line` hears how many events have come."""
+    """The text, end and usage of a stream; `on_line` gets the number of events so far."""
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"X-Request-Id": "one"})
     text, end, usage, ids, count = "", None, None, set(), 0
     with urllib.request.urlopen(request, timeout=60) as answer:

@@ -61,7 +61,7 @@ def test_the_contract_of_a_pod():
         stream = Stream(server, 40)
         assert stream.begun.wait(20)
         server.signal(signal.SIGTERM)
-        # Not ready, alive, and what is open goes on to its end.
+        # Not ready, alive, and open requests run to their end.
         assert wait_until(lambda: httpx2.get(f"{server.url}/ready").status_code == 503)
         assert httpx2.get(f"{server.url}/health").status_code == 200
         refused = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x"})

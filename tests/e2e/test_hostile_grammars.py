@@ -38,9 +38,9 @@ REFUSED = {
     "a tool without a name": (tool({}, ""), "name"),
     "a regex that does not parse": ({"regex": "((("}, "unclosed"),
     "a regex with NUL": ({"regex": "a\u0000("}, "grammar"),
-    "a rule that goes on for ever": ({"ebnf": "root ::= root root"}, "no answer"),
+    "an endless rule": ({"ebnf": "root ::= root root"}, "no answer"),
     "a rule that is not there": ({"ebnf": "root ::= nowhere"}, "nowhere"),
-    "two wishes": ({"regex": "a", "ebnf": 'root ::= "a"'}, "exclude each other"),
+    "two constraints": ({"regex": "a", "ebnf": 'root ::= "a"'}, "exclude each other"),
     "a tag without a trigger": (
         {"structural_tag": {"structures": [{"begin": "<", "end": ">"}], "triggers": []}},
         "trig",

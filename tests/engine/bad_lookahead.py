@@ -1,4 +1,4 @@
-"""Stands in for the process that looks ahead: `odd_lookahead.py MODE [FILE]` answers well, or as it should not."""
+"""Stands in for the process that looks ahead: `odd_lookahead.py MODE [FILE]` answers correctly, or wrongly."""
 
 import math
 import os

@@ -220,7 +220,7 @@ def test_adapters_come_and_go_under_traffic_and_nothing_is_lost(llm, tmp_path):
     for thread in threads:
         thread.join()
     assert not wrong
-    # Requests that were cancelled with others' refusals may still be on their way out.
+    # Requests that were cancelled with others' refusals may not have ended yet.
     while (snapshot := llm.run(llm.manager.snapshot()).result())["running"] + snapshot["waiting"]:
         pass
     assert (snapshot["used_tokens"], snapshot["measures"]["lora_slots_used"]) == (0, 0)

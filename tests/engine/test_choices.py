@@ -83,7 +83,7 @@ def test_ranks_and_the_simulator_make_the_same_choices(method):
     tapes = chosen_by_ranks(method), chosen_by_simulator(method)
     assert len({choice.first for choice in tapes[0]}) == RANKS
     if not make_policy(method).needs_prefix:
-        # Whether and how they tell prompts apart is one to a policy that does not ask.
+        # A policy that does not look at prompts does not depend on how they are identified.
         tapes = tuple([replace(choice, key=0, matched=()) for choice in tape] for tape in tapes)
     for one, other in zip(*tapes, strict=True):
         assert one == other

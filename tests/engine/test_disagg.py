@@ -1,4 +1,4 @@
-"""What an engine decides about prompts that another one could compute, and what it takes from one that lies."""
+"""What an engine decides about prompts that another one could compute, and how it checks what that one sends."""
 
 import numpy as np
 import pytest

@@ -100,7 +100,7 @@ class FailingExecutor:
 
 
 class NanExecutor(FailingExecutor):
-    """A mock that says of the first row of the given collects that its logits are NaN."""
+    """A mock that reports NaN logits for the first row of the given collects."""
 
     def collect(self, ticket):
         result = self.inner.collect(ticket)

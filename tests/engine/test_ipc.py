@@ -1,4 +1,4 @@
-"""The wire: what goes in comes out, and nothing else is believed."""
+"""The wire: messages survive encoding, and anything else is refused."""
 
 import os
 import stat

@@ -85,7 +85,7 @@ def test_messages_are_numbered_and_reach_a_subscriber():
         subscriber.connect(publisher.endpoint)
         subscriber.subscribe(b"kv-")
         sent = 0
-        while not subscriber.poll(20):  # a subscriber hears nothing until its connection stands
+        while not subscriber.poll(20):  # a subscriber gets nothing until it is connected
             publisher.publish([["warm"]])
             sent += 1
         publisher.publish([])

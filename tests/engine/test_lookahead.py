@@ -61,7 +61,7 @@ def quick(monkeypatch):
 
 
 class Yard:
-    """A scheduler with waiting requests, which are not served, and what looks ahead for it."""
+    """A scheduler with waiting requests, which are not served, and its lookahead."""
 
     def __init__(self, command, requests=5, **options):
         info = watched_mock(step_ms=1.0, max_total_tokens=4096).info
@@ -137,7 +137,7 @@ def test_a_fault_keeps_the_policy_is_logged_once_and_retried(mode, monkeypatch, 
         def failed_twice():
             if yard.lookahead._pipe is not None:
                 pids.add(yard.pid)
-                # Traffic goes on; a process that does not read must not let it pile up.
+                # Traffic continues; it must not accumulate for a process that does not read.
                 yard.lookahead.submitted(submit(7, range(100, 2000)).request, 1)
             return yard.state["failures"] >= 2
 
@@ -261,7 +261,7 @@ def test_the_loop_changes_its_policy_and_people_choose():
     seen = []
 
     class Port(ScriptedPort):
-        """Work without end until the policy changed; then somebody chooses another one."""
+        """Work without end until the policy changes; then a user chooses another one."""
 
         def receive(self, timeout_ns):
             seen.append(core.snapshot(0).policy)

@@ -1,4 +1,4 @@
-"""A scheduler process ends: its requests go on, where they were, on another one or on the one started in its place."""
+"""A scheduler process ends: its requests continue where they were, on another rank or on the restarted one."""
 
 import asyncio
 import os

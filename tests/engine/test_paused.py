@@ -1,4 +1,4 @@
-"""Records of paused requests: what a file holds, what spoils it, and that an engine goes on from one."""
+"""Records of paused requests: what a file holds, how it is damaged, and that an engine resumes from one."""
 
 import asyncio
 from dataclasses import replace

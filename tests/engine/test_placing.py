@@ -1,4 +1,4 @@
-"""The tokenizer manager over several ranks without their processes: what it sends where, and what comes back."""
+"""The tokenizer manager over several ranks without their processes: what it sends to which, and what their answers cause."""
 
 import asyncio
 

@@ -19,7 +19,7 @@ def never_ends():
 
 
 class Swallows(Policy):
-    """Is asked to stop, and goes on."""
+    """Ignores the request to stop."""
 
     def order(self, views):
         never_ends()
@@ -48,7 +48,7 @@ class Exits(Policy):
 
 
 def swallows(view, system):
-    """A priority function that is asked to stop, and goes on."""
+    """A priority function that ignores the request to stop."""
     never_ends()
 
 

@@ -1,4 +1,4 @@
-"""A module that stands for the package flashinfer: the two wrappers that are used, with its signatures, by torch.
+"""A stand-in for the package flashinfer: the two wrappers that are used, with its signatures, by torch.
 
 Signatures are those of flashinfer-python 0.7.2.post1; what they say of shapes, types and places is checked.
 """

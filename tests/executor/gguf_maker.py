@@ -46,7 +46,7 @@ def as_converted(architecture, tensors):
 
 
 def rope_facts(config):
-    """What a file says of rotation, and the tensors that say the rest."""
+    """The metadata of rotary embeddings, and the tensors that complete it."""
     rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     if "full_attention" in rope:
         own = rope["full_attention"]

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class TableAttention:
-    """Attends by what lies on the device alone, as recorded attention must: all columns of the table, then a mask."""
+    """Attends with data on the device alone, as recorded attention must: all columns of the table, then a mask."""
 
     def __init__(self, pool, pages, spec):
         self.pool, self.pages, self.spec = pool, pages, spec

@@ -1,4 +1,4 @@
-"""Grammars in the executor: what compiles, masks over logits, and rows that come, go and come again."""
+"""Grammars in the executor: what compiles, masks over logits, and rows that start, end and resume."""
 
 import json
 import re
@@ -316,7 +316,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def verify(row: int, epoch: int, drafts: list[int]) -> StepPlan:
-    """A step that verifies drafts, whose ids stand in the plan already."""
+    """A step that verifies drafts whose ids are in the plan already."""
     step = plan(row, epoch)
     step.samples = step.counts = np.array([1 + len(drafts)], np.int32)
     step.tokens = np.array([-1, *drafts], np.int32)

@@ -58,7 +58,7 @@ def test_no_step_reads_a_token_that_is_not_sampled_yet(make_driver):
     for sequence in (first, second):
         driver.prefill(sequence)
     flying = driver.launch((first, 1), delay=True)
-    # Another row may go on.
+    # Another row may continue.
     driver.step((second, 1))
     with pytest.raises(TokenyardError, match=rf"is launched before step {flying[0].step} was sampled"):
         driver.launch((first, 1))

@@ -1,4 +1,4 @@
-"""A model whose logits are NaN says so: the rows that they concern are named, and no others."""
+"""Rows whose logits are NaN are reported, and no others."""
 
 import numpy as np
 import pytest

@@ -168,7 +168,7 @@ def test_uniforms_differ_by_seed_and_position():
 
 
 def test_uniform_is_this_function_and_no_other():
-    """Tapes and tests of other machines rely on the numbers themselves; Python's whole numbers tell them."""
+    """Tapes and tests on other machines rely on the exact numbers; Python's integers are the reference."""
 
     def mix(x):
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64

@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, case, backend):
             yard.apply(Resume())
     for number, prompt in zip(numbers, prompts, strict=True):
         assert yard.tokens[number] == yard.tokens[number + 1] == greedy(case, prompt, TOKENS)
-    # The next turn goes on where the first one ended, with what its window reaches.
+    # The next turn continues where the first one ended, with what its window reaches.
     turn = prompts[0] + yard.tokens[numbers[0]] + prompt_of(5, seed=50)
     number = yard.submit(turn, max_new=TOKENS)
     yard.run()

@@ -164,7 +164,7 @@ def test_several_files(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_takes_what_fits_and_then_evicts_old_blocks(tmp_path, monkeypatch):
-    """A limit on the size of files stands for a full disk; writes fail in the middle of a slot."""
+    """A limit on the size of files simulates a full disk; writes fail in the middle of a slot."""
     room, real = slot_at(3) + SLOT // 2, os.pwrite
 
     def full(fd, data, offset):

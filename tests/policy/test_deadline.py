@@ -440,5 +440,5 @@ def test_a_deadline_leaves_time_for_an_answer_as_long_as_those_before():
     ]
     yard.launch()
     waits = [int(queue.due_ns[row(yard, n)] - table.arrival_ns[row(yard, n)]) for n in both]
-    # Answers had 21 tokens, which take 210 ms at the target pace; 11 take 110 ms; an own target is due before.
+    # Answers had 21 tokens, 210 ms at the target time per token; 11 take 110 ms; an own target is due before.
     assert waits == [790 * MS, 890 * MS, 700 * MS]

@@ -11,7 +11,7 @@ LAG_NS = 50 * MS
 
 
 class Ranks:
-    """Schedulers on one clock that tell each other what tenants use every 100 ms; it arrives `LAG_NS` later."""
+    """Schedulers on one clock that send each other what tenants use every 100 ms; it arrives `LAG_NS` later."""
 
     def __init__(self, size, **settings):
         self.yards = [make_clocked(dp_size=size, **settings) for _ in range(size)]

@@ -104,7 +104,7 @@ MISTAKES = {
     "order raises when it is closed": ("order", lambda self: ends_badly(self.views.waiting.tolist())),
     "order teaches the cost model": ("order", lambda self: self.views.cost.learn(None, 1.0)),
     "order ends a request": ("order", lambda self: self.views.columns.remove(0)),
-    "order names somebody twice": ("order", lambda self: iter(self.views.waiting.tolist() * 2)),
+    "order names a row twice": ("order", lambda self: iter(self.views.waiting.tolist() * 2)),
     "begin_step raises": ("begin_step", ValueError("oops")),
     "budget raises": ("budget", ValueError("oops")),
     "budget is a number": ("budget", 5),

@@ -43,7 +43,7 @@ class ClockedYard(Yard):
         return True
 
     def until(self, now):
-        """Go on until the clock stands at `now` or later, also if there is nothing to do."""
+        """Run until the clock reads `now` or later, also if there is nothing to do."""
         while self.now < now:
             if not self.turn():
                 self.now = now

@@ -28,7 +28,7 @@ def make_yard(patience: int, policy: str, **changes: object) -> Yard:
 
 
 def longest_wait(seed: int, patience: int, requests: int, policy: str = "fcfs", rate: int = 1) -> int:
-    """Let `rate` requests come in each step, its adapter drawn by a Zipf law; returns the most steps that any took."""
+    """Let `rate` requests arrive per step, their adapters drawn by a Zipf law; returns the most steps that any took."""
     generator = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, ADAPTERS + 1)
     adapters = generator.choice(ADAPTERS, size=requests, p=weights / weights.sum())

@@ -24,7 +24,7 @@ TENANT = st.fixed_dictionaries(
 
 
 def serve(policy, tenants, mixed, depth, drafts=0, right=0.0):
-    """Run until somebody has nothing left to wait for; return each tenant's service after every step, per weight, with
+    """Run until a tenant has nothing left to wait for; return each tenant's service after every step, per weight, with
     the steps at whose start it was waiting. Rows of the first tenant have `drafts` drafts; the share `right` is.
     """
     yard = make_clocked(

@@ -15,7 +15,7 @@ SEEDS = [*range(400 if ALL else 120), 336]
 
 
 def sharing(seed: int) -> Program:
-    """A random program with prefixes in common and prompts that come again, without what the promise leaves out:
+    """A random program with prefixes in common and prompts that repeat, without what the bound excludes:
     drafts, windows, and pages that others hold after their request.
     """
     program, draw, script = make_program(seed), random.Random(f"headroom {seed}"), []

@@ -74,7 +74,7 @@ class Chaos:
         yard.check()
 
     def finish(self) -> None:
-        """Let everything come to its end, and look at what is left."""
+        """Let everything end, and check what is left."""
         below, yard = self.below, self.yard
         for _ in range(5000):
             idle = not yard.advance(self.depth)

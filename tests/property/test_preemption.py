@@ -62,7 +62,7 @@ class Watched(ProgramRun):
         return self.scheduler.state
 
     def holders(self):
-        # A row whose last chunk this step has planned stands in both lists until the step is planned.
+        # A row whose last chunk this step has planned is in both lists until the step is planned.
         return np.unique(np.concatenate((self.state.running.rows, self.state.prefilling.rows)))
 
 
@@ -79,7 +79,7 @@ def times_watched(kind, **settings):
 
 
 class UrgencyWatch(Watched):
-    """The place goes to a strictly better key, and no key changes; the victim does not come back before the asker."""
+    """The place goes to a strictly better key, and no key changes; a victim returns after its preemptor."""
 
     def __init__(self, program):
         super().__init__(program)
@@ -183,7 +183,7 @@ def test_a_claim_reduces_what_is_borrowed(policy):
 
 
 class PageWatch(Watched):
-    """A row that gave its pages away comes back after an end, or when a page is free for each running row."""
+    """A retracted row returns after an end, or when a page is free for each running row."""
 
     def __init__(self, program):
         super().__init__(program)

@@ -17,7 +17,7 @@ PRIORITIES = {"enable_priority_scheduling": True, "priority_scheduling_preemptio
 AGING_S, PROMOTE_S, MAX_WAIT_S = 0.005, 0.05, 0.2
 DEADLINE_S = 0.2
 ALONE_S = 0.16
-"""What its prefill takes alone, by the belief of a small CPU."""
+"""What its prefill takes alone, by the cost model of a small CPU."""
 
 MAX_OVERTAKEN, MAX_TURNS = 100, 2000
 SHORT = (
@@ -39,7 +39,7 @@ class Passed:
 
 
 class Flood:
-    """A long request, and others that keep coming. `passed` tells of those that passed it."""
+    """A long request, and others that keep arriving. `passed` counts those that overtook it."""
 
     def __init__(self, depth, own, others, **settings):
         chosen = SchedulerSettings(context_length=120, max_running_requests=4, max_in_flight=depth, **settings)

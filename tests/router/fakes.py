@@ -142,7 +142,7 @@ class Answer:
 
     @property
     def events(self):
-        """What stands in the events of a stream."""
+        """The data of the events of a stream."""
         found = [part.removeprefix(b"data: ") for part in self.body.split(b"\n\n") if part.startswith(b"data: ")]
         return [json.loads(part) if part != b"[DONE]" else "[DONE]" for part in found]
 
@@ -172,7 +172,7 @@ class Client:
     port: int
 
     async def raw(self, data, timeout_s=10.0):
-        """All bytes that come back until the router closes."""
+        """All bytes that arrive until the router closes."""
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             writer.write(data)

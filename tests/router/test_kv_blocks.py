@@ -1,4 +1,4 @@
-"""What engines say of their caches, in any page size and either form, as our blocks."""
+"""KV events of engines, of any page size and in either form, as our blocks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Several routers that tell each other through a store, and do without it."""
+"""Several routers that share state through a store, and work without it."""
 
 import asyncio
 import contextlib

@@ -74,7 +74,7 @@ class BrokenRun(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """Tells tokens that are computed for the first time from those computed again, or computed and discarded.
+    """Distinguishes tokens that are computed for the first time from those computed again, or computed and discarded.
 
     furthest: int64[numbers], first position of each answer that was never computed. advances: how many plans computed
     something new, how many answers have started, and how many events came. lost_place_at: for each answer, `advances`
@@ -125,7 +125,7 @@ class Ends:
         return self.tokens.get(event.number, 0) >= event.keep_tokens
 
     def take(self, scheduler: Scheduler) -> None:
-        """Take in what the scheduler has to tell."""
+        """Take in the output of the scheduler."""
         batch = scheduler.drain()
         for number in batch.numbers.tolist():
             if number in self.ended:
@@ -208,7 +208,7 @@ class ProgramRun:
         state.retract, state.admit, state.limits.preempted = watched_retract, watched_admit, watched_preempted
 
     def run(self) -> Outcome:
-        """Run to the end or to the first thing that is wrong."""
+        """Run to the end or to the first error."""
         try:
             while self._turn():
                 pass
@@ -253,7 +253,7 @@ class ProgramRun:
             self.now += 1000
 
     def _end_transfers(self, turn: int) -> None:
-        """Tell the scheduler of those transfers that have ended by `turn`."""
+        """Report transfers that have ended by `turn` to the scheduler."""
         due = [event for end, event in self._transfers if end <= turn]
         self._transfers = [(end, event) for end, event in self._transfers if end > turn]
         for event in due:

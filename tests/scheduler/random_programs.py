@@ -139,7 +139,7 @@ def make_program(seed: int) -> Program:
 
 
 def _add_chances(draw: random.Random, program: Program) -> None:
-    """How many drafts there are and their chances, 0 among them; in two of three a belief by which some drafts pay."""
+    """The number of drafts and their chances, also 0; in two of three a cost model by which some drafts pay."""
     if not program.drafts:
         return
     program.drafts = draw.choice((1, 3, 8))
@@ -191,7 +191,7 @@ def _add_transfers(draw: random.Random, program: Program) -> None:
 
 
 def _add_pauses_of_loads(draw: random.Random, program: Program) -> None:
-    """Half of the requests whose KV can be loaded are paused about then, and hear of their KV once more."""
+    """Half of the requests whose KV can be loaded are paused about then, and their KV is offered once more."""
     for turn, reach in [(turn, entry) for turn, entry in program.script if isinstance(entry, KvAvailable)]:
         if draw.random() < 0.5:
             paused = turn + draw.randint(0, 3)

@@ -1,4 +1,4 @@
-"""Time that requests wait for a place while somebody less urgent has one."""
+"""Time that requests wait for a row while a less urgent one has one."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -84,7 +84,7 @@ class Below:
         self.yard.apply(PagesReleased(offer.number))
 
     def bring(self, load: Load, most: int = CONTEXT) -> None:
-        """Load at most so many tokens, and say so."""
+        """Load at most so many tokens, and report it."""
         at = load.start
         for index in range(min(len(load.pages), most // PAGE)):
             place, page = divmod(at // PAGE, PER_BLOCK)

@@ -137,7 +137,7 @@ def test_a_stop_string_found_late_leaves_a_hit():
 
 
 def test_a_prefix_that_was_put_into_the_tree_is_a_hit():
-    # There was no KV to begin with, as in a look ahead.
+    # There was no KV to begin with, as in a forecast.
     yard = make_yard(window_pages=60, check_kv=False)
     memory = yard.scheduler.state.memory
     for ids in (prompt_of(1, 30), prompt_of(1, 45)):

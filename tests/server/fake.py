@@ -28,7 +28,7 @@ from tokenyard.engine.text.prompt_tokenizer import PromptTokenizer
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
 PROMISE = SloTargets(ttft_ns=10**15, tpot_ns=1)
-"""A first token that is always in time, and a pace that never is."""
+"""A first token that is always in time, and a time per token that never is."""
 
 ROW = {"state": "running", "level": 2, "tenant": "acme", "age_ms": 12.5, "prompt": 10, "hit": 4, "computed": 12}
 VIEW: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Prefill and decode apart in virtual time: the same protocol as engines speak, and books that are even at the end."""
+"""PD disaggregation in virtual time: the engines' protocol, and KV accounting that is right at the end."""
 
 import json
 

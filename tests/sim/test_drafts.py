@@ -77,7 +77,7 @@ def test_recorded_acceptance_is_replayed_token_by_token():
     assert marks.at(np.full(7, 4), index).tolist() == [RIGHT, WRONG, NO_DRAFT, RIGHT, WRONG, NO_DRAFT, RIGHT]
     assert marks.at(np.full(7, 5), index).tolist() == [RIGHT] * 7
     found = simulate(workload((0.0, 64, 31)), setup(speculation=Speculation(4, recorded=(first,))))
-    # A verifying step yields the right draft and the token in place of the wrong one; the third comes without a draft.
+    # A verifying step yields the right draft and the token in place of the wrong one; the third has no draft.
     assert found.counters["steps"] == 1 + 20
     assert found.counters["accepted_draft_tokens"] == found.counters["verify_rows"] == 10
 

@@ -1,4 +1,4 @@
-"""Fleets in the simulator: what a file says of one, and that many schedulers behave like one at a time."""
+"""Fleets in the simulator: how a file describes one, and that many schedulers behave like one at a time."""
 
 import json
 

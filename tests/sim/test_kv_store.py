@@ -1,4 +1,4 @@
-"""Tiers below the device in virtual time: what was stored comes back where that pays, and all pages are free then."""
+"""Tiers below the device in virtual time: stored KV is loaded where that pays, and all pages are free at the end."""
 
 import json
 

@@ -190,7 +190,7 @@ def test_whatever_happens_a_tape_replays_into_the_same_plans(script, policy, dep
 
 
 def load(yard, requests=24):
-    """Many requests with shared prefixes and all that can tell them apart, more than fit at once, in bursts."""
+    """Many requests with shared prefixes and everything that can distinguish them, more than fit at once, in bursts."""
     for number in range(requests):
         stops = list(range(number, number + 9))
         yard.submit(
