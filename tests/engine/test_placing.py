@@ -1,4 +1,4 @@
-"""The tokenizer manager over several ranks without their processes: what it sends to which, and what their answers cause."""
+"""The tokenizer manager over several ranks without their processes: where it sends requests, and what answers cause."""
 
 import asyncio
 
