@@ -145,6 +145,154 @@ def test_a_restarted_worker_can_continue_its_own_stream():
     asyncio.run(main())
 
 
+def test_streams_beyond_the_retry_budget_continue():
+    async def main():
+        async with (
+            worker("a", Engine(1, 4)) as a,
+            worker("b", Engine(2)) as b,
+            routing(a, b, policy="round_robin", retry_share=0.0) as (router, client),
+        ):
+            got = await asyncio.gather(*(body_of_stream(client, COMPLETIONS) for _ in range(60)))
+            assert [body.count(b" t") for body in got] == [LENGTH] * 60
+            assert router.metrics.continued >= 30
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_its_workers_never_survive_ends():
+    async def main():
+        async with (
+            worker("a", Engine(1, 1)) as a,
+            worker("b", Engine(2, 1)) as b,
+            routing(a, b, policy="round_robin", max_retries=3) as (router, client),
+        ):
+            got = await body_of_stream(client, COMPLETIONS)
+            assert got.count(b'"text":') == 4
+            assert b'"code":"worker_failed"' in got
+            assert router.metrics.continued == 3
+
+    asyncio.run(main())
+
+
+class DiesForGood(Engine):
+    """Its worker dies with it."""
+
+    async def _die(self, writer):
+        await self.worker.stop()
+
+
+class BusyAtFirst(Engine):
+    """Refuses what was begun elsewhere `refusals` times."""
+
+    def __init__(self, created, refusals, status=503):
+        super().__init__(created)
+        self.refusals, self.status = refusals, status
+
+    async def __call__(self, asked, writer):
+        if asked.json.get("output_ids") and self.refusals:
+            self.refusals -= 1
+            writer.write(answer({"error": {"message": "busy"}}, self.status))
+            return None
+        return await super().__call__(asked, writer)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_worker_gets_the_stream_once_it_has_room(status):
+    async def main():
+        dying = DiesForGood(1, 4)
+        async with (
+            worker("a", dying) as dying.worker,
+            worker("b", BusyAtFirst(2, 9, status)) as b,
+            routing(dying.worker, b, policy="round_robin", max_retries=1, cb_failure_threshold=100) as (_, client),
+        ):
+            assert (await body_of_stream(client, COMPLETIONS)).count(b" t") == LENGTH
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_no_worker_takes_ends_when_requests_would_leave_the_queue():
+    async def main():
+        dying, busy = DiesForGood(1, 4), BusyAtFirst(2, 10**9)
+        settings = {"policy": "round_robin", "queue_timeout_secs": 0.1, "cb_failure_threshold": 10**6}
+        async with (
+            worker("a", dying) as dying.worker,
+            worker("b", busy) as b,
+            routing(dying.worker, b, **settings) as (_, client),
+        ):
+            assert b'"code":"worker_failed"' in await body_of_stream(client, COMPLETIONS)
+            assert busy.refusals < 10**9 - 1
+
+    asyncio.run(main())
+
+
+def test_a_continuing_stream_goes_to_a_full_worker():
+    async def main():
+        async with (
+            worker("a", Engine(1, 4)) as a,
+            worker("b", Engine(2)) as b,
+            routing(a, b, policy="round_robin", max_worker_requests=1, queue_size=0) as (_, client),
+        ):
+            got = await asyncio.gather(*(body_of_stream(client, COMPLETIONS) for _ in range(2)))
+            assert [body.count(b" t") for body in got] == [LENGTH] * 2
+
+    asyncio.run(main())
+
+
+STREAM_ENDS = {
+    CHAT: (b"data: ", ("error", "code")),
+    "/v1/messages": (b"event: error\ndata: ", ("error", "type")),
+    "/v1/responses": (b"event: error\ndata: ", ("code",)),
+    "/api/chat": (b"", ("error",)),
+}
+"""How the error event of each API begins, and where it says what kind of error it is."""
+
+
+@pytest.mark.parametrize("path", STREAM_ENDS)
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_cut_stream_ends_with_an_error_event_of_its_api(path, complete):
+    begin, where = STREAM_ENDS[path]
+    lines = path == "/api/chat"
+
+    async def die(asked, writer):
+        head = STREAM_HEAD.replace(b"text/event-stream", b"application/x-ndjson") if lines else STREAM_HEAD
+        piece = b'{"message":{}}\n' if lines else b"data: {}\n\n"
+        data = piece if complete else piece[:-2]
+        writer.write(head + b"%x\r\n%b\r\n" % (len(data), data))
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        writer.transport.abort()
+
+    async def main():
+        async with FakeWorker(on_request=die) as a, routing(a, continuation=False) as (_, client):
+            got = await client.ask("POST", path, {"model": "m", "stream": True})
+            last = got.body.strip().split(b"\n" if lines else b"\n\n")[-1]
+            assert last.startswith(begin)
+            found = json.loads(last.removeprefix(begin))
+            assert lines or path == CHAT or found["type"] == "error"
+            for name in where:
+                found = found[name]
+            assert isinstance(found, str)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", STREAM_ENDS)
+def test_errors_before_a_stream_have_the_form_of_its_api(path):
+    async def main():
+        async with routing() as (_, client):
+            got = await client.ask("POST", path, {"model": "m"})
+            assert got.status == 503
+            if path == "/v1/messages":
+                assert got.json["type"] == "error"
+                assert got.json["error"]["type"] == "overloaded_error"
+            elif path == "/api/chat":
+                assert isinstance(got.json["error"], str)
+            else:
+                assert got.error == "no_worker"
+
+    asyncio.run(main())
+
+
 def test_token_ids_are_sent_to_clients_that_asked():
     async def main():
         async with worker("a", Engine(1)) as a, routing(a) as (_, client):

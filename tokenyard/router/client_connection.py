@@ -325,10 +325,10 @@ class ClientConnection(asyncio.Protocol):
         self.begin(status_line(status), fields, b"" if empty else body)
         self.end()
 
-    def fail(self, error: TokenyardError) -> None:
-        """Answer with an error."""
+    def fail(self, error: TokenyardError, path: str = "") -> None:
+        """Answer with an error, in the form of the API at `path`."""
         status = status_of(error)
-        self.answer(status, error_body(error), [JSON_TYPE, *error_headers(status)])
+        self.answer(status, error_body(error, path), [JSON_TYPE, *error_headers(status)])
 
     def refuse(self, error: TokenyardError) -> None:
         """Refuse an invalid request and close the connection, after the current response if there is one."""

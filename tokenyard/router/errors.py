@@ -1,4 +1,4 @@
-"""Errors of the router itself, in the OpenAI error envelope. They do not name workers."""
+"""Errors of the router itself, in the form of the client's API. They do not name workers."""
 
 from http import HTTPStatus
 
@@ -7,6 +7,7 @@ import orjson
 from tokenyard.base import InvalidRequestError, TokenyardError
 
 RETRY_AFTER_S = 1
+ANTHROPIC_PATH, RESPONSES_PATH, OLLAMA_PATH = "/v1/messages", "/v1/responses", "/api/"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -14,6 +15,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_ANTHROPIC_TYPES = {500: "api_error", 502: "api_error", 503: "overloaded_error", 504: "api_error"}
 
 
 class RouterError(TokenyardError):
@@ -31,11 +33,27 @@ def status_of(error: TokenyardError) -> int:
     return 400 if isinstance(error, InvalidRequestError) else 500
 
 
-def error_body(error: TokenyardError) -> bytes:
-    """The JSON body for `error`."""
+def error_body(error: TokenyardError, path: str = "") -> bytes:
+    """The JSON body for `error`, in the form of the API at `path`: OpenAI's, Anthropic's or Ollama's."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "server_error")
+    if path.startswith(ANTHROPIC_PATH):
+        kind = _ANTHROPIC_TYPES.get(status, kind)
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message}})
+    if path.startswith(OLLAMA_PATH):
+        return orjson.dumps({"error": error.message})
     return orjson.dumps({"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}})
+
+
+def error_event(error: TokenyardError, path: str) -> bytes:
+    """`error` as the last event of a stream of the API at `path`."""
+    if path.startswith(OLLAMA_PATH):
+        return error_body(error, path) + b"\n"
+    if path.startswith(RESPONSES_PATH):
+        fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        return b"event: error\ndata: " + orjson.dumps(fields) + b"\n\n"
+    name = b"event: error\n" if path.startswith(ANTHROPIC_PATH) else b""
+    return name + b"data: " + error_body(error, path) + b"\n\n"
 
 
 def error_headers(status: int) -> list[tuple[bytes, bytes]]:

@@ -64,13 +64,14 @@ class Router(Dispatcher):
                 what = f"there is nothing at this path: {request.method.decode()} {request.path}"
                 raise RouterError(404, what, code="not_found")
             return self._data(front, request)
-        except TokenyardError as error:
-            self.metrics.failed(error.code)
-            front.fail(error)
+        except TokenyardError as refusal:
+            self.metrics.failed(refusal.code)
+            front.fail(refusal, request.path)
         except Exception:
             log.exception("a request failed by a fault of the router")
             self.metrics.failed("internal_error")
-            front.fail(RouterError(500, "the router met an internal error; its log says more", code="internal_error"))
+            error = RouterError(500, "the router met an internal error; its log says more", code="internal_error")
+            front.fail(error, request.path)
         return None
 
     def _data(self, front: ClientConnection, request: ClientRequest) -> Exchange:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from tokenyard.base import TokenyardError
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest, Headers
 from tokenyard.router.dispatch import Dispatcher, PendingRequest
-from tokenyard.router.errors import RouterError, error_body
+from tokenyard.router.errors import RouterError, error_event
 from tokenyard.router.header_forwarding import DEBUG_HEADER, RANK_HEADER, HeaderForwarding, with_fields
 from tokenyard.router.http1 import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
 from tokenyard.router.request_features import ParsedRequest
@@ -37,7 +37,7 @@ from tokenyard.routing.queue import QueueEntry
 log = logging.getLogger(__name__)
 
 RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
-EVENT_STREAM = b"text/event-stream"
+EVENT_STREAM, JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 TAIL_BYTES = 4096
 
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
@@ -76,12 +76,17 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         self._started = self._over = False
         self._resumed: Continuation | None = None
         self._follows = False
+        self._failures = 0
+        self._interrupted_s: float | None = None
         self._before = self._last = b""
 
     # The request.
 
     def start(self) -> None:
         """Send the request to a target, or queue it."""
+        if self._started:
+            self._continue_elsewhere()
+            return
         router, fresh = self._router, self._targets_with_capacity()
         if fresh and not router.queue:
             self._dispatch(fresh)
@@ -113,6 +118,16 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             self._abort_stream(error)
         else:
             self._fail(error)
+
+    def _continue_elsewhere(self) -> None:
+        """Send an interrupted stream to a worker. It does not queue again: a worker without capacity gets it too, as it
+        can refuse it. Until `queue_timeout_secs` after the interruption it is tried again.
+        """
+        fresh = self._targets_with_capacity() or self._eligible()
+        if fresh:
+            self._dispatch(fresh)
+        else:
+            self._retry_continuation("no worker can continue it")
 
     def _eligible(self) -> list[Target]:
         found = self._router.workers.eligible(self.parsed.model, self._rank, self._router.now())
@@ -216,7 +231,10 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         if self._started and not follows:
             router.refused(target, head.status)
             self._drop_upstream()
-            self._lost("the worker does not go on with an answer")
+            if head.status in RETRYABLE:
+                self._retry_continuation(f"the worker answers {head.status}")
+            else:
+                self._lost("the worker does not continue the stream")
             return None
         if head.status in RETRYABLE and self._may_retry():
             router.refused(target, head.status)
@@ -235,6 +253,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
     @override
     def on_body(self, data: bytes, done: bool) -> None:
         self._pieces += 1
+        self._interrupted_s = None
         if self._follows:
             data, done = self._followed(data, done)
         if self._started:
@@ -288,14 +307,30 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             self._retry_elsewhere(why)
             return
         continuation, context = self._resumed, None if self.target is None else self.target.worker.context_length
-        if continuation is not None and continuation.can_resume(context) and self._may_retry():
-            log.warning("an answer goes on at another worker after %d tokens: %s", len(continuation.tokens), why)
-            continuation.resume_stream()
-            self._router.metrics.continued += 1
-            self._give_back()
-            self.start()
+        # A stream whose workers fail again and again may be the cause.
+        worn_out = self._failures >= self._router.settings.max_retries
+        if continuation is None or worn_out or not continuation.can_resume(context):
+            self._break_off(why)
             return
-        log.warning("an answer broke off: %s", why)
+        log.warning("a stream continues at another worker after %d tokens: %s", len(continuation.tokens), why)
+        self._failures += 1
+        if self._interrupted_s is None:
+            self._interrupted_s = self._router.now()
+        continuation.resume_stream()
+        self._router.metrics.continued += 1
+        self._give_back()
+        self.start()
+
+    def _retry_continuation(self, why: str) -> None:
+        """An interrupted stream was refused, or its worker cannot be reached: try again, or end it with an error."""
+        now, since_s = self._router.now(), self._interrupted_s
+        if since_s is not None and now - since_s < self._router.settings.queue_timeout_secs:
+            self._retry()
+        else:
+            self._break_off(why)
+
+    def _break_off(self, why: str) -> None:
+        log.warning("a stream broke off: %s", why)
         self.abort(RouterError(502, "the worker failed in the middle of the answer", code="worker_failed"))
 
     def _begin(self, data: bytes, done: bool) -> None:
@@ -344,8 +379,11 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         return self._tries <= self._router.settings.max_retries and self._router.may_retry()
 
     def _retry_elsewhere(self, why: str) -> None:
-        """The target failed before its response began."""
+        """The target failed before it responded."""
         if self._over:
+            return
+        if self._started:
+            self._retry_continuation(why)
             return
         if self._may_retry():
             self._retry()
@@ -375,17 +413,18 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         """Respond with an error of the router. Nothing has been sent to the client yet."""
         self._router.metrics.failed(error.code)
         self._close()
-        self._front.fail(error)
+        self._front.fail(error, self._request.path)
 
     def _abort_stream(self, error: TokenyardError) -> None:
         """End a response that cannot be continued: an event stream with an error event, others by closing."""
         self._router.metrics.failed(error.code)
         head = self._head
         self._close()
-        if head is not None and EVENT_STREAM in head.get(b"content-type") and head.length is None:
-            event = b"data: " + error_body(error) + b"\n\n"
-            if not self._last.endswith((b"\n\n", b"\n\n\r\n")):
-                event = b"\n\n" + event
+        kind = b"" if head is None or head.length is not None else head.get(b"content-type")
+        if EVENT_STREAM in kind or JSON_LINES in kind:
+            event, end = error_event(error, self._request.path), b"\n" if JSON_LINES in kind else b"\n\n"
+            if not self._last.endswith(end if self._request.http10 else end + b"\r\n"):
+                event = end + event
             self._front.write(event if self._request.http10 else as_chunk(event) + LAST_CHUNK)
             self._front.end(keep=False)
         else:

@@ -129,7 +129,10 @@ class RouterSettings:
     )
 
     max_retries: int = setting(
-        5, "failures", "maximum retries of a request, while nothing was sent to the client", ANY_COUNT
+        5,
+        "failures",
+        "maximum retries of a request, while nothing was sent to the client; also how often a stream may continue",
+        ANY_COUNT,
     )
     initial_backoff_ms: float = setting(50.0, "failures", "base of the wait before a target is tried again", ANY)
     max_backoff_ms: float = setting(2000.0, "failures", "maximum of that wait", ANY)

@@ -34,17 +34,18 @@ def _anthropic_error(error: TokenyardError) -> bytes:
     return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
+def _responses_error(body: bytes) -> dict[str, object]:
+    """The error event of a stream of responses, from an error body: its `type` is that of the event."""
+    return orjson.loads(body)["error"] | {"type": "error"}  # type: ignore[no-any-return]
+
+
 def _ollama_error(error: TokenyardError) -> bytes:
     return orjson.dumps({"error": error.message})
 
 
 OPENAI = Dialect(SERVER_SENT, error_body, lambda body: b"data: " + body + b"\n\n")
 ANTHROPIC = Dialect(SERVER_SENT, _anthropic_error, lambda body: b"event: error\ndata: " + body + b"\n\n")
-RESPONSES = Dialect(
-    SERVER_SENT,
-    error_body,
-    lambda body: b'event: error\ndata: {"type":"error",' + orjson.dumps(orjson.loads(body)["error"])[1:] + b"\n\n",
-)
+RESPONSES = Dialect(SERVER_SENT, error_body, lambda body: named_event("error", _responses_error(body)))
 OLLAMA = Dialect(b"application/x-ndjson", _ollama_error, lambda body: body + b"\n")
 
 
