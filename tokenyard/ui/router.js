@@ -39,7 +39,7 @@
     return below > 0 ? growth((m) => one(m, part), seconds, end).amount / below : null;
   }
 
-  const tile = Yard.tiles($("tiles"), { workers: "Workers", rate: "Requests", open: "Open", queue: "Waiting here", hits: "Cache hits, 60 s", spills: "Past their cache, 60 s", errors: "Errors, 60 s" });
+  const tile = Yard.tiles($("tiles"), { workers: "Workers", rate: "Requests", open: "Open", queue: "Waiting here", hits: "Cache hits, 60 s", spills: "Spills, 60 s", errors: "Errors, 60 s" });
   function showTiles(metrics) {
     const states = (metrics.worker_state || []).filter((sample) => sample.value === 1);
     const healthy = states.filter((sample) => sample.labels.state === "healthy").length;
@@ -89,7 +89,7 @@
         el("td", { text: target ? `× ${number(target.slowness)}` : "–" }), el("td", { text: number(target ? sent[target.target] || 0 : null) }),
         el("td", { text: number(target ? errors[target.target] || 0 : null) }), el("td", {}, place ? null : button)));
     });
-    const heads = ["Target", "State", "Models", "Open", "Prefill tokens", "Context tokens", "Blocks", "Hits that came true", "Slowness", "Sent", "Errors", ""];
+    const heads = ["Target", "State", "Models", "Open", "Prefill tokens", "Context tokens", "Blocks", "Hits of expected", "Slowness", "Sent", "Errors", ""];
     const table = el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", { scope: "col", text })))), body);
     if (!$("workers").contains(document.activeElement)) $("workers").replaceChildren(workers.length ? table : el("p", { class: "empty", text: "There are no workers." }));
     $("workers-note").textContent = "slowness: first tokens against those predicted";
