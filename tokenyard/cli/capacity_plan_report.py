@@ -37,7 +37,7 @@ def capacity_plan_tables(plan: CapacityPlan, workload: Workload, target: float) 
     for title, rows in _what_ifs(plan, target):
         then = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         then.add_column("", justify="left")
-        then.add_column("as it is: SLO met, 95 % interval", justify="right")
+        then.add_column("same fleet: SLO met, 95 % interval", justify="right")
         then.add_column("needed", justify="right")
         for row in rows:
             then.add_row(*row)
@@ -55,11 +55,11 @@ def capacity_plan_notes(plan: CapacityPlan) -> Iterator[str]:
     if (seen := plan.what_if[0].requests) < best.attainment.requests:
         yield f"{MORE_TRAFFIC:g} times the traffic, one down and the next lines are seen on the busiest {seen} requests"
     how = "measured" if bounds.measured else "assumed where it is unknown"
-    yield f"decided again with all steps {100 * bounds.error:.0f} % faster and slower ({how}):"
+    yield f"search repeated with all steps {100 * bounds.error:.0f} % faster and slower ({how}):"
     for place, found in enumerate(plan.finalists):
         few, many = bounds.faster[place], bounds.slower[place]
         yield f"  {found.option.name}: {found.replicas} replicas, {_count(few)} if faster, {_count(many)} if slower"
-    yield f"  {_hangs(plan)}"
+    yield f"  {_sensitivity(plan)}"
 
 
 def no_capacity_plan_notes(eliminated: Sequence[EliminatedOption]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _errors(profiles: Iterable[Profile]) -> Iterator[str]:
         yield f"cost model {name}: its error is {size}"
 
 
-def _hangs(plan: CapacityPlan) -> str:
+def _sensitivity(plan: CapacityPlan) -> str:
     """The decisions that change within the error of the cost model."""
     bounds, best = plan.bounds, plan.finalists[plan.cheapest]
     others = [place for place in (bounds.cheapest_if_faster, bounds.cheapest_if_slower) if place is not None]
@@ -89,8 +89,8 @@ def _hangs(plan: CapacityPlan) -> str:
     if {bounds.faster[plan.cheapest], bounds.slower[plan.cheapest]} != {best.replicas}:
         changes.append("the number of replicas")
     if not changes:
-        return "no decision hangs on it"
-    return f"{', '.join(changes)} {'hangs' if len(changes) == 1 else 'hang'} on it"
+        return "the choice is the same in all three searches"
+    return f"the error of the cost model can change {', '.join(changes)}"
 
 
 def _choices(found: SizedFleet) -> tuple[str, int, str, str]:
@@ -126,7 +126,8 @@ def capacity_plan_document(plan: CapacityPlan, workload: Workload, target: float
             "measured": plan.bounds.measured,
             "replicas_if_faster": plan.bounds.faster,
             "replicas_if_slower": plan.bounds.slower,
-            "hangs_on_it": _hangs(plan),
+            "sensitivity": _sensitivity(plan),
+            "hangs_on_it": _sensitivity(plan),
         },
         "left_out": _left_out_document(plan.eliminated),
         "trials": plan.trials,
@@ -175,10 +176,10 @@ def write_capacity_plan(path: Path, plan: CapacityPlan, workload: Workload, targ
     columns = [[text for _, text in _columns(found)] for found in plan.finalists]
     heads = [name for name, _ in _columns(plan.finalists[0])]
     rows = [Row(head, [column[place] for column in columns]) for place, head in enumerate(heads)]
-    tables = [PageTable("Fleets that are enough", names, rows)]
+    tables = [PageTable("Fleets that meet the target", names, rows)]
     for title, what in _what_ifs(plan, target):
         tables.append(
-            PageTable(title, ["as it is: SLO met, 95 % interval", "needed"], [Row(row[0], row[1:]) for row in what])
+            PageTable(title, ["same fleet: SLO met, 95 % interval", "needed"], [Row(row[0], row[1:]) for row in what])
         )
     first = plan.finalists[0].option.setup
     errors = {found.option.setup.profile.name: found.option.setup.profile.error for found in plan.finalists}
@@ -194,7 +195,7 @@ def capacity_plan_charts(plan: CapacityPlan) -> list[Chart]:
     """Charts of the price of each finalist for the given traffic and at the bounds of the cost model."""
     best = plan.finalists[plan.cheapest]
     unit = "devices" if best.option.price is None else "price of an hour"
-    chart = Chart("What serves the traffic, and how sure that is", "", unit, y_from_zero=True)
+    chart = Chart("Devices needed, within the error of the cost model", "", unit, y_from_zero=True)
     kinds = _short_names(plan)
     for name, counts in (
         ("if steps are faster", plan.bounds.faster),
@@ -218,7 +219,7 @@ def _short_names(plan: CapacityPlan) -> list[str]:
 
 
 def _title(workload: Workload, target: float) -> str:
-    return f"Fleets that serve {100 * target:g} % of {workload.name} in time, at {rate_of(workload):.4g} requests/s"
+    return f"Fleets that serve {100 * target:g} % of {workload.name} within the SLO, at {rate_of(workload):.4g} requests/s"
 
 
 def _columns(found: SizedFleet) -> list[tuple[str, str]]:
@@ -255,7 +256,7 @@ def _what_ifs(plan: CapacityPlan, target: float) -> Iterator[tuple[str, list[tup
             f"What if: {found.replicas} x {found.option.name}",
             [
                 (
-                    f"{nine:g} % instead: one nine more",
+                    f"{nine:g} % instead of the target",
                     _interval(found.attainment),
                     f"{_count(what.nine_more)}{_more(found, what.nine_more)}",
                 ),
