@@ -24,7 +24,7 @@ def test_a_plan_names_the_fleet_what_ifs_and_what_the_cost_model_can_change(tmp_
     assert plan["what_if"][0]["attainment_with_one_down"] <= best["attainment"]
     assert plan["cost_model"]["sensitivity"]
     shown = capsys.readouterr().out
-    for words in ("cheapest", "an hour", "one replica down", "its error is unknown", "10 % of a step", "search repeated"):
+    for words in ("cheapest", "an hour", "one replica down", "its error is unknown", "10 % of a step", "repeated"):
         assert words in shown, words
     assert "Devices needed" in page.read_text()
 

@@ -219,7 +219,7 @@ def _short_names(plan: CapacityPlan) -> list[str]:
 
 
 def _title(workload: Workload, target: float) -> str:
-    return f"Fleets that serve {100 * target:g} % of {workload.name} within the SLO, at {rate_of(workload):.4g} requests/s"
+    return f"Fleets for {100 * target:g} % of {workload.name} within the SLO, at {rate_of(workload):.4g} requests/s"
 
 
 def _columns(found: SizedFleet) -> list[tuple[str, str]]:
