@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from tokenyard import LLM
-from tokenyard.base import ConfigError, InvalidRequestError, Request, SamplingParams
+from tokenyard.base import ConfigError, InvalidRequestError, Request, SamplingParams, UnloadAdapter
 from tokenyard.engine.frontend.lora_registry import parse_adapters
-from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest
 from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
 from tokenyard.kv_layout.model_digest import adapter_digest
 
@@ -94,29 +93,46 @@ class Memory:
     def uses_adapter(self, adapter):
         return adapter in self.used
 
-    def apply(self, event, now):
-        self.events.append(event)
+
+class Calls:
+    """Calls of a loader, made as a driver makes them."""
+
+    def __init__(self, max_loaded):
+        self.memory, self.arrived, self.replies = Memory(), queue.Queue(), []
+        self.loader = LoraLoader(self.memory, self.memory, self.arrived.put, max_loaded)
+
+    def call(self, verb, call_id, **arguments):
+        reply = self.loader.verbs()[verb](0, **arguments)
+        if reply is None:
+            self.replies.append((call_id, ""))
+        else:
+            reply.add_done_callback(lambda done: self.replies.append((call_id, str(done.exception() or ""))))
+
+    def poll(self):
+        self.memory.events += self.loader.poll(0)
+
+    def read_one(self):
+        message = self.arrived.get(timeout=30)
+        self.loader.verbs()[message.verb](0, **message.arguments)
+        self.poll()
 
 
 def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr("tokenyard.engine.scheduler_process.attachments.lora.POLL_INTERVAL_S", 0.0)
-    memory, arrived, replies = Memory(), queue.Queue(), []
-    loader = LoraLoader(memory, memory, arrived.put, replies.append, 2)
-    keys = {}
-
-    def read_one():
-        loader.call(arrived.get(timeout=30))
-        loader.poll()
+    calls = Calls(2)
+    memory, read_one, keys = calls.memory, calls.read_one, {}
 
     def request(name, number):
-        return loader.submitted(Request(number, str(number), np.array([1]), SamplingParams(), lora=keys[name]))
+        named = Request(number, str(number), np.array([1]), SamplingParams(), lora=keys[name])
+        return calls.loader.submitted(named, 0)
 
     for call_id, name in enumerate("abc", 1):
         folder = str(make_adapter(tmp_path / name, name.encode()))
         keys[name] = f"{name}#{adapter_digest(folder)}"
-        loader.call(RpcRequest(call_id, "load_adapter", {"adapter": keys[name], "folder": folder}))
+        calls.call("load_adapter", call_id, adapter=keys[name], folder=folder)
+        assert len(calls.replies) == call_id - 1
         read_one()
-    assert [(reply.call_id, reply.refusal) for reply in replies] == [(1, ""), (2, ""), (3, "")]
+    assert calls.replies == [(1, ""), (2, ""), (3, "")]
     assert memory.held == {keys["b"], keys["c"]}
     # The request waits until its adapter is there; the one that requests have stays, though it is the older one.
     assert not request("b", 1).awaits_adapter
@@ -133,38 +149,37 @@ def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, mon
     read_one()
     assert memory.held == set(keys.values())
     memory.used.discard(keys["a"])
-    loader.poll()
+    calls.poll()
     assert memory.held == {keys["b"], keys["c"]}
     # One that was freed can be unloaded, and is then unknown; a process that starts again reads what it has room for.
-    loader.call(RpcRequest(9, "unload_adapter", {"adapter": keys["a"]}))
-    loader.poll()
-    assert replies[-1].call_id == 9
+    calls.call("unload_adapter", 9, adapter=keys["a"])
+    calls.poll()
+    assert calls.replies[-1] == (9, "")
+    assert memory.events[-1] == UnloadAdapter(keys["a"])
     with pytest.raises(InvalidRequestError):
         request("a", 6)
-    loader.call(RpcRequest(NO_REPLY, "load_adapter", {"adapter": keys["a"], "folder": str(tmp_path / "a")}))
+    calls.call("load_adapter", 10, adapter=keys["a"], folder=str(tmp_path / "a"), if_room=True)
     assert len(memory.reads) == 5
     assert request("a", 7).awaits_adapter
     memory.used = {keys["a"]}
     read_one()
     assert memory.held == {keys["a"], keys["c"]}
-    loader.close()
+    calls.loader.close()
 
 
 def test_a_read_that_takes_long_is_logged_with_the_adapter(tmp_path, monkeypatch, caplog):
-    memory, arrived = Memory(), queue.Queue()
-    loader = LoraLoader(memory, memory, arrived.put, lambda reply: None, None)
-    folder = str(make_adapter(tmp_path / "a"))
+    calls, folder = Calls(None), str(make_adapter(tmp_path / "a"))
+    key = f"a#{adapter_digest(folder)}"
     for limit_s, lines in ((1e9, 0), (0.0, 1)):
         monkeypatch.setattr("tokenyard.engine.scheduler_process.attachments.lora.SLOW_READ_S", limit_s)
-        loader.call(RpcRequest(1, "load_adapter", {"adapter": f"a#{adapter_digest(folder)}", "folder": folder}))
-        assert loader.reading == [f"a#{adapter_digest(folder)}"]
-        call = arrived.get(timeout=30)
-        loader.call(call)
-        assert loader.reading == []
-        loader.call(RpcRequest(2, "unload_adapter", call.arguments))
-        loader.poll()
-        assert len([line for line in caplog.messages if f"reading adapter a#{adapter_digest(folder)}" in line]) == lines
-    loader.close()
+        calls.call("load_adapter", 1, adapter=key, folder=folder)
+        assert calls.loader.held_reasons()["adapter"].endswith(f"(reading {key})")
+        calls.read_one()
+        assert key not in calls.loader.held_reasons()["adapter"]
+        calls.call("unload_adapter", 2, adapter=key)
+        calls.poll()
+        assert len([line for line in caplog.messages if f"reading adapter {key}" in line]) == lines
+    calls.loader.close()
 
 
 def test_without_the_setting_there_are_no_adapters(tmp_path):

@@ -23,6 +23,10 @@ from tokenyard.base import (
     Submit,
 )
 from tokenyard.engine.processes.messages import RpcReply
+from tokenyard.engine.scheduler_process.attachments.base import Attachment
+from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
+from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
+from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
 from tokenyard.engine.scheduler_process.driver import (
     FIRST_RETRY_NS,
     HELD_REASONS,
@@ -263,16 +267,14 @@ def test_work_that_cannot_be_planned_is_looked_at_again_soon(loop, depth, caplog
     assert "no step can be planned although 1 requests wait: 1 paused;" in line
 
 
-class Adapters:
-    """As much of an LoraLoader as the driver needs; all adapters are being read."""
+class Adapters(Attachment):
+    """As much of a LoraLoader as the driver needs; all adapters are being read."""
 
-    reading = ("slow#1",)
+    def submitted(self, request, now):
+        return replace(request, awaits_adapter=bool(request.lora))
 
-    def submitted(self, request):
-        return replace(request, awaits_adapter=True)
-
-    def poll(self):
-        pass
+    def held_reasons(self):
+        return {"adapter": "until an adapter has been read (reading slow#1)"}
 
 
 @both_loops
@@ -286,7 +288,7 @@ def test_what_requests_wait_for_is_named_and_no_policy_blamed(loop, depth, caplo
     requests[1].request.grammar = 'start: "a"'
     opened = [OpenGate(number, gate) for number in (1, 2, 3) for gate in (Gate.ADAPTER, Gate.GRAMMAR)]
     port = PatientPort(8, [*requests, submit(4), Pause(numbers=[4])], [], [*opened, Resume([4])])
-    loop(Driver(scheduler, executor, port, log=StepLog(0), state=LoopState(), adapters=Adapters()))
+    loop(Driver(scheduler, executor, port, log=StepLog(0), state=LoopState(), attachments=[Adapters()]))
     assert {number: len(tokens) for number, tokens in port.tokens().items()} == {1: 4, 2: 4, 3: 4, 4: 4}
     (line,) = [record.getMessage() for record in caplog.records]
     assert "although 4 requests wait: 1 paused; 3 until an adapter has been read (reading slow#1);" in line
@@ -296,7 +298,11 @@ def test_what_requests_wait_for_is_named_and_no_policy_blamed(loop, depth, caplo
 def test_every_gate_has_words_for_the_log():
     gates = {value for name, value in vars(Gate).items() if name.isupper()}
     assert set(HELD_BY) == gates
-    assert set(HELD_REASONS) == set(HELD_BY.values())
+    executor = watched_mock(step_ms=0.0)
+    scheduler = Scheduler(SchedulerSettings(), executor.info)
+    lora, grammar = LoraLoader(executor, scheduler, None, None), GrammarCompiler(executor, None, str)
+    attached = [KvStoreConnector.held_reasons(None), lora.held_reasons(), grammar.held_reasons()]
+    assert set(HELD_REASONS).union(*attached) == set(HELD_BY.values())
 
 
 @both_loops

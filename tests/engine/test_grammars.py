@@ -39,7 +39,7 @@ def outcome(executor, *texts: str, n: int = 1, count: int | None = None):
     compiler = GrammarCompiler(executor, events.append, lambda: "")
     for place, text in enumerate(texts):
         sampling = SamplingParams(n=n)
-        compiler.submit(Request(10 * (place + 1), "r", np.array([1], np.int32), sampling, grammar=text))
+        compiler.accepted(Request(10 * (place + 1), "r", np.array([1], np.int32), sampling, grammar=text), 0)
     until = time.monotonic() + 8
     while len(events) < (count or len(texts)) and time.monotonic() < until:
         time.sleep(0.005)

@@ -14,7 +14,13 @@ from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.cache.kv_events import block_hashes, root_hash
 from tokenyard.cache.radix_cache import make_key
 from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest
-from tokenyard.engine.scheduler_process.attachments.kv_events import END, KEPT_BATCHES, KvEventPublisher, should_bind
+from tokenyard.engine.scheduler_process.attachments.kv_events import (
+    END,
+    KEPT_BATCHES,
+    KvEventPublisher,
+    KvEvents,
+    should_bind,
+)
 from tokenyard.engine.scheduler_process.driver import Driver
 from tokenyard.engine.scheduler_process.event_loop import event_loop_normal
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
@@ -39,7 +45,9 @@ def run(*groups, **settings):
     scheduler = Scheduler(SchedulerSettings(**settings), executor.info)
     kept = Kept()
     port = ScriptedPort(*groups)
-    event_loop_normal(Driver(scheduler, executor, port, log=StepLog(0), state=LoopState(), kv_events=kept))
+    event_loop_normal(
+        Driver(scheduler, executor, port, log=StepLog(0), state=LoopState(), attachments=[KvEvents(scheduler, kept)])
+    )
     return kept.events, port.tokens()
 
 

@@ -17,7 +17,6 @@ from tokenyard.base.blocks import block_digests
 from tokenyard.engine.processes.engine_config import EngineConfig, KvStoreConfig
 from tokenyard.engine.scheduler_process.attachments import kv_store as module
 from tokenyard.engine.scheduler_process.attachments import kv_store_operations
-from tokenyard.engine.scheduler_process.attachments.kv_connectors import KvMultiConnector
 from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
 from tokenyard.engine.scheduler_process.attachments.kv_store_backends import open_pool, open_store
 from tokenyard.kv_layout.layout import PoolView, map_pages
@@ -71,7 +70,6 @@ class Engine:
         pool = PoolView(map_pages(executor.pieces), executor.info.num_pages)
         config = KvStoreConfig(**{"backend": "disk", "timeout_s": 60.0} | config)
         self.kv_store = KvStoreConnector(config, store, pool, core, executor.info, self.inbox.put)
-        self.moves = KvMultiConnector(core, None, self.kv_store)
         self._numbers = count(1)
         self._told: set[int] = set()
 
@@ -79,11 +77,12 @@ class Engine:
         number = next(self._numbers)
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0)
         request = Request(number, f"r{number}", np.array(tokens, np.int32), sampling, lora=lora)
-        self.yard.apply(Submit(self.moves.submitted(request)))
+        self.yard.apply(Submit(self.kv_store.submitted(request, time.monotonic_ns())))
         return number
 
     def turn(self) -> None:
-        self.moves.poll(time.monotonic_ns())
+        for event in self.kv_store.poll(time.monotonic_ns()):
+            self.yard.apply(event)
         worked = self.yard.advance()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -91,9 +90,14 @@ class Engine:
                 worked = True
         ended: list[Finish] = [finish for number, finish in self.yard.finished.items() if number not in self._told]
         self._told.update(finish.number for finish in ended)
-        self.moves.on_output(TokenBatch(NO_TOKENS.astype(np.int64), NO_TOKENS, NO_TOKENS, finished=ended))
-        self.moves.move()
+        self.kv_store.on_output(TokenBatch(NO_TOKENS.astype(np.int64), NO_TOKENS, NO_TOKENS, finished=ended))
+        self.kv_store.take(self.yard.scheduler.drain_moves())
         self.yard.check()
+
+    def flush(self) -> bool:
+        for event in self.kv_store.before_flush(self.yard.now):
+            self.yard.apply(event)
+        return self.yard.scheduler.flush(self.yard.now)
 
     def until(self, condition, most_s: float = 60.0) -> None:
         end = time.monotonic() + most_s
@@ -284,7 +288,7 @@ def test_a_write_that_hangs_holds_no_pages_for_long(answer, monkeypatch):
     assert engine.serve() == answer
     engine.until(hang.reached.is_set)
     engine.until(lambda: not engine.yard.scheduler.state.memory.holds)
-    assert engine.moves.flush(engine.yard.now)
+    assert engine.flush()
     hang.release()
     engine.close()
 
@@ -295,7 +299,7 @@ def test_the_cache_can_be_flushed_while_it_is_stored(answer):
     engine = Engine(store)
     assert engine.serve() == answer
     engine.until(hang.reached.is_set)
-    assert engine.moves.flush(engine.yard.now)
+    assert engine.flush()
     assert engine.yard.scheduler.state.memory.allocator.available == engine.yard.scheduler.state.memory.num_pages
     hang.release()
     engine.close()
@@ -322,7 +326,7 @@ def test_all_is_stored_at_the_end(answer, policy):
 def test_describe_counts_blocks_and_bytes(store):
     engine = Engine(store)
     engine.serve()
-    (described,) = engine.moves.describe()["tiers"].values()
+    (described,) = engine.kv_store.describe(0)["tiers"].values()
     assert described["loaded_bytes"] == 3 * PER_BLOCK * 16 * 8
     assert (described["blocks"], described["loaded_tokens"], described["loading"]) == (3, 192, 0)
     assert described["read_bytes_per_s"] > 0

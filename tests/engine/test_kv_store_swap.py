@@ -16,7 +16,6 @@ from tests.scheduler.harness import check_books
 from tokenyard.base import SchedulerSettings
 from tokenyard.engine.processes.engine_config import EngineConfig, KvStoreConfig
 from tokenyard.engine.scheduler_process.attachments import kv_store as module
-from tokenyard.engine.scheduler_process.attachments.kv_connectors import KvMultiConnector
 from tokenyard.engine.scheduler_process.driver import Driver
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
@@ -80,9 +79,7 @@ def test_a_victim_is_swapped_to_host_memory_and_back(loop, depth, policy, monkey
     config = EngineConfig(model_path="", executor="mock", kv_store=KvStoreConfig(enabled=True, host_ratio=8.0))
     kv_store = module.open_kv_store_connector(config, scheduler, executor, port.inbox.put)
     port.scheduler, port.kv_store = scheduler, kv_store
-    driver = Driver(
-        scheduler, executor, port, log=StepLog(0), state=LoopState(), kv=KvMultiConnector(scheduler, None, kv_store)
-    )
+    driver = Driver(scheduler, executor, port, log=StepLog(0), state=LoopState(), attachments=[kv_store])
     loop(driver)
     assert executor.device.copies > 0
     snapshot = scheduler.snapshot(1)

@@ -72,20 +72,18 @@ class Yard:
         for number in range(requests):
             event = submit(number, range(100, 200), tokens=20)
             self.core.apply(event, time.monotonic_ns())
-            self.lookahead.submitted(event.request, time.monotonic_ns())
+            self.lookahead.accepted(event.request, time.monotonic_ns())
 
     def turn_until(self, done, timeout_s=60.0):
         end = time.monotonic() + timeout_s
         while not done():
             assert time.monotonic() < end, self.state
-            event = self.lookahead.poll(time.monotonic_ns())
-            if event is not None:
-                self.events.append(event.name)
+            self.events += [event.name for event in self.lookahead.while_device_runs(time.monotonic_ns())]
             time.sleep(0.002)
 
     @property
     def state(self):
-        return self.lookahead.describe(time.monotonic_ns())
+        return self.lookahead.describe(time.monotonic_ns())["adaptive"]
 
     @property
     def pid(self):
@@ -138,7 +136,7 @@ def test_a_fault_keeps_the_policy_is_logged_once_and_retried(mode, monkeypatch, 
             if yard.lookahead._pipe is not None:
                 pids.add(yard.pid)
                 # Traffic continues; it must not accumulate for a process that does not read.
-                yard.lookahead.submitted(submit(7, range(100, 2000)).request, 1)
+                yard.lookahead.accepted(submit(7, range(100, 2000)).request, 1)
             return yard.state["failures"] >= 2
 
         yard.turn_until(failed_twice)
@@ -185,18 +183,18 @@ def test_another_policy_ends_it_and_adaptive_begins_it():
     with Yard(odd("worse")) as yard:
         yard.turn_until(lambda: yard.state["looks"] >= 1)
         pid = yard.pid
-        yard.lookahead.chosen(SetPolicy("lpm"), time.monotonic_ns())
+        yard.lookahead.policy_changed(SetPolicy("lpm"), time.monotonic_ns())
         yard.turn_until(lambda: not alive(pid))
         assert yard.state == {}
-        yard.lookahead.chosen(SetPolicy("adaptive", OPTIONS | {"among": "lpm+slo"}), time.monotonic_ns())
+        yard.lookahead.policy_changed(SetPolicy("adaptive", OPTIONS | {"among": "lpm+slo"}), time.monotonic_ns())
         yard.turn_until(lambda: yard.state["looks"] >= 1)
         assert yard.events == ["fcfs", "lpm"]
         # The process that is there already may still answer for the candidates of before.
-        yard.lookahead.chosen(SetPolicy("adaptive", OPTIONS | {"among": "slo+fcfs"}), time.monotonic_ns())
+        yard.lookahead.policy_changed(SetPolicy("adaptive", OPTIONS | {"among": "slo+fcfs"}), time.monotonic_ns())
         yard.turn_until(lambda: yard.state["looks"] >= 1)
         assert yard.state["failures"] == 0
         with pytest.raises(ConfigError, match="did you mean"):
-            yard.lookahead.chosen(SetPolicy("adaptive", {"among": "slow"}), time.monotonic_ns())
+            yard.lookahead.policy_changed(SetPolicy("adaptive", {"among": "slow"}), time.monotonic_ns())
 
 
 def test_ends_are_passed_on():
@@ -234,7 +232,7 @@ def test_the_loop_continues_whatever_it_does(loop, depth, mode, monkeypatch):
         brought = 0
 
         def receive(self, timeout_ns):
-            if self.brought > 8 and lookahead.describe(0)["failures"]:
+            if self.brought > 8 and lookahead.describe(0)["adaptive"]["failures"]:
                 return None if timeout_ns else []
             if core.has_work and self.brought % 4:
                 self.brought += 0 if core.snapshot(0).waiting > 4 else 1
@@ -243,7 +241,7 @@ def test_the_loop_continues_whatever_it_does(loop, depth, mode, monkeypatch):
             return [submit(self.brought, range(3, 40), tokens=6)]
 
     port = Port()
-    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), lookahead=lookahead))
+    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), attachments=[lookahead]))
     lookahead.close()
     ends = port.finished()
     assert len(ends) > 5
@@ -272,7 +270,7 @@ def test_the_loop_changes_its_policy_and_people_choose():
             return [submit(next(numbers), range(3, 30), tokens=3)]
 
     port = Port()
-    event_loop_normal(Driver(core, executor, port, log=StepLog(0), state=LoopState(), lookahead=lookahead))
+    event_loop_normal(Driver(core, executor, port, log=StepLog(0), state=LoopState(), attachments=[lookahead]))
     assert list(dict.fromkeys(seen)) == ["adaptive", "fcfs", "slo", "lpm"]
     found = replies(port)
     assert found[1].refusal == ""

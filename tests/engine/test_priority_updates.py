@@ -34,6 +34,7 @@ from tokenyard.engine.scheduler_process.attachments.priority import (
     create_priority_updates,
 )
 from tokenyard.engine.scheduler_process.driver import Driver
+from tokenyard.engine.scheduler_process.event_loop import event_loop_normal
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
 from tokenyard.engine.scheduler_process.health.slo_attainment import SloAttainment
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
@@ -76,11 +77,11 @@ class Bench:
         self.priority_updates = PriorityUpdates(function, "mod:f", self.core, self.clock)
 
     def submit(self, made, now=0):
-        self.priority_updates.submitted(made)
         self.core.apply(Submit(made), now)
+        self.priority_updates.accepted(made, now)
 
     def poll(self, now=0):
-        return [(update.number, update.boost) for update in self.priority_updates.poll(now)]
+        return [(update.number, update.boost) for update in self.priority_updates.while_device_runs(now)]
 
 
 def test_a_function_sees_the_request_and_the_system():
@@ -101,7 +102,7 @@ def test_a_function_sees_the_request_and_the_system():
 def test_every_request_is_asked_about_on_arrival_and_then_every_period():
     asked = []
     bench = Bench(lambda view, system: asked.append(view.tenant) or 0)
-    bench.priority_updates.poll(0)
+    bench.priority_updates.while_device_runs(0)
     bench.submit(request(1, tenant="a"))
     bench.submit(request(2, tenant="b", n=2))
     for now in (1, 2, PERIOD_NS - 1):
@@ -186,8 +187,8 @@ def test_the_third_mistake_switches_it_off(clock, function, why, caplog):
         bench.submit(request(number))
         bench.poll()
         off = number >= MAX_VIOLATIONS
-        assert (bench.priority_updates.describe().startswith("off (mod:f ")) is off
-    assert why in bench.priority_updates.describe()
+        assert (bench.priority_updates.describe(0)["priority_function"].startswith("off (mod:f ")) is off
+    assert why in bench.priority_updates.describe(0)["priority_function"]
     assert sum("switched off" in line for line in caplog.messages) == 1
     assert bench.poll(PERIOD_NS * 9) == []
 
@@ -254,7 +255,7 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth, monkeypatch):
     priority_updates = PriorityUpdates(by_tenant, "mod:f", core)
     burst = [Submit(request(number, tenant="late but urgent" if number == 4 else "")) for number in range(1, 5)]
     port = ScriptedPort(burst, [snapshot(1)])
-    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), priority_updates=priority_updates))
+    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), attachments=[priority_updates]))
     assert list(port.finished()) == [4, 1, 2, 3]
     assert port.sent[-1].value["priority_function"] == "mod:f"
     report = replay(Tape(sink.data, "tape"))
@@ -269,7 +270,7 @@ def test_a_broken_function_fails_no_request(loop, depth, caplog):
     priority_updates = PriorityUpdates(lambda view, system: time.sleep(0.001), "mod:f", core)
     burst = [Submit(request(number)) for number in range(1, 9)]
     port = ScriptedPort([Pause()], burst, [], [], [Resume()], [snapshot(1)])
-    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), priority_updates=priority_updates))
+    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), attachments=[priority_updates]))
     assert sorted(port.finished()) == list(range(1, 9))
     assert {finish.reason for finish in port.finished().values()} == {"length"}
     assert port.sent[-1].value["priority_function"].startswith("off (mod:f ")
@@ -279,14 +280,11 @@ def test_a_broken_function_fails_no_request(loop, depth, caplog):
 def test_a_request_that_the_scheduler_refuses_is_forgotten():
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     core = Scheduler(SETTINGS, executor.info)
-    priority_updates = PriorityUpdates(by_tenant, "mod:f", core)
-    driver = Driver(
-        core, executor, ScriptedPort(), log=StepLog(0), state=LoopState(), priority_updates=priority_updates
-    )
-    driver._handle(Submit(request(1, prompt=0)))
-    driver.send()
-    assert not priority_updates._attainment._open
-    assert priority_updates.poll(1) == []
+    asked = []
+    priority_updates = PriorityUpdates(lambda view, system: asked.append(view.tenant) or 0, "mod:f", core)
+    port = ScriptedPort([Submit(request(1, prompt=0, tenant="refused")), Submit(request(2, tenant="taken"))])
+    event_loop_normal(Driver(core, executor, port, log=StepLog(0), state=LoopState(), attachments=[priority_updates]))
+    assert set(asked) == {"taken"}
 
 
 @pytest.fixture
@@ -303,7 +301,9 @@ def test_the_flag_reaches_the_engine(module):
     chosen = Settings(priority_function="my_hooks:urgent", enable_priority_scheduling=True).effective()
     config = engine_config(chosen)
     assert config.priority_function == "my_hooks:urgent"
-    assert create_priority_updates(config.priority_function, scheduler()).describe() == "my_hooks:urgent"
+    assert create_priority_updates(config.priority_function, scheduler()).describe(0) == {
+        "priority_function": "my_hooks:urgent"
+    }
     assert create_priority_updates("", scheduler()) is None
 
 
@@ -343,4 +343,4 @@ def test_one_that_never_returns_is_switched_off_at_once():
     bench = Bench(endless)
     bench.submit(request(1))
     assert bench.poll() == []
-    assert "interrupted" in bench.priority_updates.describe()
+    assert "interrupted" in bench.priority_updates.describe(0)["priority_function"]

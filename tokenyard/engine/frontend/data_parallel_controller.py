@@ -17,7 +17,7 @@ from tokenyard.base import (
     TokenyardError,
 )
 from tokenyard.engine.frontend.scheduler_client import CALL_TIMEOUT_S, SchedulerClient
-from tokenyard.engine.processes.messages import ToScheduler, Verb
+from tokenyard.engine.processes.messages import ToScheduler
 from tokenyard.policy.tenant_limits import rank_share
 from tokenyard.routing.balance import Assignment, RankBalancer
 
@@ -176,7 +176,7 @@ class DataParallelController:
         if self._policy is not None and ":" in self._policy.name:
             self._policy = None
 
-    async def call(self, verb: Verb, kind: Any, timeout_s: float = CALL_TIMEOUT_S, **arguments: Any) -> list[Any]:
+    async def call(self, verb: str, kind: Any, timeout_s: float = CALL_TIMEOUT_S, **arguments: Any) -> list[Any]:
         """Have all schedulers do `verb`; their replies by rank. Raises what `SchedulerClient.call` raises, and
         OverloadedError while none runs.
         """

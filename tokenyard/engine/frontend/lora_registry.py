@@ -97,7 +97,7 @@ class LoraRegistry:
     def _load_into(self, client: SchedulerClient) -> None:
         """A scheduler process runs that knows no adapters yet."""
         for adapter in (*self._loaded.values(), *self._unloading.values()):
-            client.order("load_adapter", adapter=adapter.key, folder=adapter.folder)
+            client.order("load_adapter", adapter=adapter.key, folder=adapter.folder, if_room=True)
 
     def _check(self, name: str) -> None:
         if not self._enabled:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from tokenyard.base import ConfigError, Event, OverloadedError, TokenyardError
-from tokenyard.engine.processes.messages import NO_REPLY, Fence, Heartbeat, RpcReply, RpcRequest, ToScheduler, Verb
+from tokenyard.engine.processes.messages import NO_REPLY, Fence, Heartbeat, RpcReply, RpcRequest, ToScheduler
 from tokenyard.engine.scheduler_process.health.liveness import heartbeat_age_s
 
 CALL_TIMEOUT_S = 30.0
@@ -58,12 +58,12 @@ class SchedulerClient:
         if self._closed is None:
             self._transmit(event)
 
-    def order(self, verb: Verb, **arguments: Any) -> None:
+    def order(self, verb: str, **arguments: Any) -> None:
         """Have the scheduler do `verb` without waiting for a reply."""
         if self._closed is None:
             self._transmit(RpcRequest(NO_REPLY, verb, arguments))
 
-    async def call(self, verb: Verb, kind: Any, timeout_s: float = CALL_TIMEOUT_S, **arguments: Any) -> Any:
+    async def call(self, verb: str, kind: Any, timeout_s: float = CALL_TIMEOUT_S, **arguments: Any) -> Any:
         """Have the scheduler do `verb`; return what it returns, as a `kind`.
 
         Raises ConfigError if the scheduler refuses, OverloadedError if it does not answer in time, and the error given

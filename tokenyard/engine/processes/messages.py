@@ -6,39 +6,24 @@ and replies, and where there are several ranks `TenantUsage`, which the API proc
 is. Text side -> scheduler: `StopFound`.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from tokenyard.base import Event, Finish, Int32Array, Int64Array, TenantUsage, TokenBatch, TokenLogprobs
-
-Verb = Literal[
-    "snapshot",
-    "explain",
-    "set_policy",
-    "flush",
-    "start_profile",
-    "stop_profile",
-    "watch",
-    "publish_kv_snapshot",
-    "clear_store",
-    "load_adapter",
-    "unload_adapter",
-    "adapter_read",
-    "outputs",
-]
-"""Calls to a scheduler process (`scheduler_process/driver.py`; on adapters `attachments/lora.py`)."""
-
 
 NO_REPLY = 0
 """The id of a call that expects no reply."""
 
 
 class RpcRequest(msgspec.Struct):
-    """Do `verb` with `arguments`, and answer in a `RpcReply` with the same id."""
+    """Do `verb` with `arguments`, and answer in a `RpcReply` with the same id.
+
+    `scheduler_process/driver.py` and the attachments list the verbs.
+    """
 
     call_id: int
-    verb: Verb
+    verb: str
     arguments: dict[str, Any] = {}
 
 
@@ -55,7 +40,7 @@ class Heartbeat(msgspec.Struct):
 
     sent_ns: when it was sent, by the monotonic clock. The detokenizer sets only this field.
     doing: "idle" (waiting for messages), "step" (waiting for the device), "policy" or "priority function" (running user
-        code), or "host" (everything else).
+        code), the name of an attachment (in one of its hooks) or "host" (everything else).
     doing_ns: for how long, so that a loop that hangs on the host shows as a growing "host".
     steps: steps launched so far.
     counters: the scheduler's counters at its last refresh.

@@ -3,8 +3,10 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -29,15 +31,11 @@ from tokenyard.base import (
     Submit,
     TokenyardError,
 )
-from tokenyard.engine.processes.messages import FromScheduler, RpcReply, RpcRequest, ToScheduler, Verb
-from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
-from tokenyard.engine.scheduler_process.attachments.kv_connectors import KvMultiConnector
-from tokenyard.engine.scheduler_process.attachments.kv_events import KvEventPublisher
-from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadClient
-from tokenyard.engine.scheduler_process.attachments.lora import LORA_VERBS, LoraLoader
-from tokenyard.engine.scheduler_process.attachments.priority import PriorityUpdates
+from tokenyard.engine.processes.messages import NO_REPLY, FromScheduler, RpcReply, RpcRequest, ToScheduler
+from tokenyard.engine.scheduler_process.attachments.base import Attachment, DeferredReply, VerbHandler
+from tokenyard.engine.scheduler_process.attachments.hooks import AttachmentHooks
 from tokenyard.engine.scheduler_process.health.incidents import Incidents
-from tokenyard.engine.scheduler_process.health.liveness import PRIORITY_FUNCTION, LoopState
+from tokenyard.engine.scheduler_process.health.liveness import LoopState
 from tokenyard.engine.scheduler_process.health.profiler import StepProfile
 from tokenyard.engine.scheduler_process.health.step_history import StepHistory
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
@@ -48,7 +46,6 @@ from tokenyard.tape.recorder import Core
 logger = logging.getLogger(__name__)
 
 COUNTERS_INTERVAL_NS = NS_PER_S // 4
-TENANT_USE_INTERVAL_NS = NS_PER_S // 10
 MAX_WAIT_NS = 60 * NS_PER_S
 MAX_STEP_FAILURES = 2
 NAN_MESSAGE = "the model's logits are NaN; its weights may be damaged, or its numbers too large for --dtype"
@@ -57,13 +54,10 @@ FIRST_RETRY_NS, MAX_RETRY_NS = NS_PER_S // 10, NS_PER_S
 
 HELD_REASONS = {
     "paused": "paused",
-    "adapter": "until an adapter has been read",
-    "grammar": "until a grammar is compiled",
-    "kv": "until the KV store or the prefill engine answers",
     "load": "until an abandoned KV load has ended",
     "group": "until another answer to the same prompt has begun",
 }
-"""Log texts for what requests wait for, by cause of `Scheduler.held_back`."""
+"""Log texts for what requests wait for, by cause of `Scheduler.held_back`; attachments have texts for other causes."""
 
 
 class Port(Protocol):
@@ -92,7 +86,7 @@ class LaunchedStep:
 
 
 class Driver:
-    """One scheduler, one executor and a port, with the steps of an event loop as methods.
+    """One scheduler, one executor, a port and attachments, with the steps of an event loop as methods.
 
     After a step that fails all requests return to the queue and are computed again. If a step fails again right away,
     the requests in it end with an error. Three failures in a row, or one that the device cannot recover from, raise
@@ -108,16 +102,11 @@ class Driver:
         *,
         log: StepLog,
         state: LoopState,
-        priority_updates: PriorityUpdates | None = None,
-        lookahead: LookaheadClient | None = None,
-        kv_events: KvEventPublisher | None = None,
+        attachments: Sequence[Attachment] = (),
         policy_note: str = "",
         rank: int = 0,
-        shares_tenants: bool = False,
-        grammars: GrammarCompiler | None = None,
-        kv: KvMultiConnector | None = None,
-        adapters: LoraLoader | None = None,
     ) -> None:
+        """The order of the attachments is the order in which they see requests. Who made them closes them."""
         self._scheduler = scheduler
         self._executor = executor
         self._port = port
@@ -128,34 +117,26 @@ class Driver:
         self._failures = 0
         self._counters_at_ns = 0
         self._counters_stale = False
-        self._priority_updates = priority_updates
-        self._lookahead = lookahead
-        self._kv_events = kv_events
-        self._grammars = grammars
-        self._kv = kv if kv is not None else KvMultiConnector(scheduler, None, None)
-        self._adapters = adapters
+        self._attachments = AttachmentHooks(attachments, state)
         self._guard = StallGuard(state.enter)
         self._incidents = Incidents()
         self._policy_failure = ""
         self._retry_ns = FIRST_RETRY_NS
         self._policy_note = policy_note
         self._rank = rank
-        self._shares_tenants = shares_tenants
-        self._usage_sent_ns = 0
         self._profile: StepProfile | None = None
         self._steps: StepHistory | None = None
-        self._verbs: dict[Verb, Callable[..., Any]] = {
+        own_verbs: dict[str, VerbHandler] = {
             "snapshot": self._counters,
             "explain": self._explain,
             "set_policy": self._choose_policy,
-            "flush": self._kv.flush,
-            "clear_store": self._kv.clear_store,
+            "flush": self._flush,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
             "watch": self._watch,
-            "publish_kv_snapshot": self._publish_kv_snapshot,
             "outputs": lambda now, numbers: self._scheduler.outputs(numbers),
         }
+        self._verbs = self._attachments.verbs(own_verbs)
         self._check_policy()
 
     def receive(self, *, wait: bool) -> bool:
@@ -175,36 +156,28 @@ class Driver:
             self._handle(message)
         self._counters_stale = self._counters_stale or bool(messages)
         if wait:
-            # The device is idle, so the priority function sees new requests before they are planned.
+            # The device is idle, so attachments see new requests before they are planned.
             self.while_device_runs()
         return messages is not None
 
     def plan(self) -> StepPlan | None:
         """Return the next step, if there is anything to do."""
-        self._kv.poll(time.monotonic_ns())
+        now = time.monotonic_ns()
+        self._apply_all(self._attachments.poll(now), now)
         with self._guard.watch():
             plan = self._scheduler.plan(time.monotonic_ns())
         if self._guard.stalled:
             self._replace_policy()
         # Loads begin while the step runs.
-        self._kv.move()
+        self._move_kv()
         if plan is not None:
             self._retry_ns = FIRST_RETRY_NS
         return plan
 
     def while_device_runs(self) -> None:
-        """Evaluate the priority function for a few waiting requests and apply the result of the lookahead, while the
-        device runs.
-        """
+        """Let attachments work while the device runs."""
         now = time.monotonic_ns()
-        if self._priority_updates is not None:
-            self._state.enter(PRIORITY_FUNCTION)
-            updates = self._priority_updates.poll(now)
-            self._state.enter("host")
-            for update in updates:
-                self._scheduler.apply(update, now)
-        if self._lookahead is not None and (event := self._lookahead.poll(now)) is not None:
-            self._change_policy(event, now)
+        self._apply_all(self._attachments.while_device_runs(now), now)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step on the device."""
@@ -274,39 +247,27 @@ class Driver:
 
     def send(self) -> None:
         """Send the output since the last call."""
-        if self._adapters is not None:
-            self._adapters.poll()
         batch = self._scheduler.drain()
         if self._refused:
             batch.finished += self._refused
             self._refused = []
-        self._kv.on_output(batch)
-        self._kv.move()
-        if self._priority_updates is not None:
-            self._priority_updates.on_output(batch)
-        if self._lookahead is not None:
-            self._lookahead.on_output(batch)
+        self._attachments.on_output(batch)
+        self._move_kv()
         if batch.finished:
             self._incidents.on_finished(batch.finished)
         if not batch.empty:
             self._port.send(batch)
-        if self._shares_tenants:
-            self._exchange_tenant_usage()
-        if self._kv_events is not None:
-            self._kv_events.publish(self._scheduler.kv_records())
+        self._attachments.sent(batch)
 
-    def _exchange_tenant_usage(self) -> None:
-        """Send tenant usage to the other ranks ten times a second, and before this rank becomes idle."""
-        now = time.monotonic_ns()
-        if now - self._usage_sent_ns >= TENANT_USE_INTERVAL_NS or not self._scheduler.has_work:
-            self._usage_sent_ns = now
-            if (use := self._scheduler.drain_tenant_usage()) is not None:
-                self._port.send(use)
+    def _move_kv(self) -> None:
+        """Start the loads, stores and handovers that the scheduler requests."""
+        if self._attachments.move_kv:
+            self._attachments.take(self._scheduler.drain_moves())
 
     def _wait_ns(self) -> int:
         """How long to wait for messages when nothing can be planned and nothing is in flight."""
-        wakeup = self._scheduler.wakeup_ns()
-        wait_ns = MAX_WAIT_NS if wakeup is None else min(max(0, wakeup - time.monotonic_ns()), MAX_WAIT_NS)
+        wakeups = [due for due in (self._scheduler.wakeup_ns(), self._attachments.wakeup_ns()) if due is not None]
+        wait_ns = min(max(0, min(wakeups) - time.monotonic_ns()), MAX_WAIT_NS) if wakeups else MAX_WAIT_NS
         if not self._scheduler.has_work:
             return wait_ns
         retry_ns = self._retry_ns
@@ -316,18 +277,19 @@ class Driver:
         return min(wait_ns, retry_ns)
 
     def _log_stall(self) -> None:
-        """Log why no step can be planned although requests wait, unless the engine is paused or loads KV."""
+        """Log why no step can be planned although requests wait, unless the engine is paused or loads KV, or an
+        attachment is busy.
+        """
         state = self._snapshot()
-        if state.paused or state.loading or self._kv.busy:
+        if state.paused or state.loading or self._attachments.busy:
             return
         held = self._scheduler.held_back()
         ready = state.waiting - sum(held.values())
         if ready or not held:
             reason = f"{ready} of them may start, so this is a defect of the policy {state.policy}"
         else:
-            reason = "; ".join(f"{count} {HELD_REASONS[cause]}" for cause, count in held.items())
-        if "adapter" in held and self._adapters is not None:
-            reason += f" (reading {', '.join(self._adapters.reading)})"
+            reasons = HELD_REASONS | self._attachments.held_reasons()
+            reason = "; ".join(f"{count} {reasons.get(cause, f'held back ({cause})')}" for cause, count in held.items())
         logger.warning(
             "no step can be planned although %d requests wait: %s; trying again every %g s",
             *(state.waiting, reason, MAX_RETRY_NS / NS_PER_S),
@@ -340,24 +302,41 @@ class Driver:
 
     def _handle(self, message: ToScheduler) -> None:
         now = time.monotonic_ns()
-        if isinstance(message, RpcRequest) and message.verb in LORA_VERBS and self._adapters is not None:
-            self._adapters.call(message)
-        elif isinstance(message, RpcRequest):
-            self._port.send(self._answer(message, now))
+        if isinstance(message, RpcRequest):
+            self._answer(message, now)
+        elif isinstance(message, Submit):
+            self._submit(message, now)
         elif isinstance(message, SetPolicy):
             self._set_policy(message, now)
         else:
             self._apply(message, now)
 
-    def _answer(self, call: RpcRequest, now: int) -> RpcReply:
-        """Run a call and return its reply. An exception becomes a refusal."""
+    def _answer(self, call: RpcRequest, now: int) -> None:
+        """Run a call and send its reply, perhaps later. An exception becomes a refusal."""
+        reply = DeferredReply()
         try:
-            return RpcReply(call.call_id, self._verbs[call.verb](now, **call.arguments))
-        except ConfigError as error:
-            return RpcReply(call.call_id, refusal=error.message)
+            if call.verb not in self._verbs:
+                raise ConfigError(f"{call.verb}: the feature is off in this engine")
+            result = self._verbs[call.verb](now, **call.arguments)
         except Exception as error:
-            logger.exception("the call %s failed", call.verb)
-            return RpcReply(call.call_id, refusal=f"{call.verb} failed: {error}")
+            reply.set_exception(error)
+        else:
+            if isinstance(result, Future):
+                reply = result
+            else:
+                reply.set_result(result)
+        reply.add_done_callback(partial(self._reply, call))
+
+    def _reply(self, call: RpcRequest, reply: DeferredReply) -> None:
+        """Send what a call returned, or why it was refused."""
+        error, refusal = reply.exception(), ""
+        if isinstance(error, ConfigError):
+            refusal = error.message
+        elif error is not None:
+            logger.error("the call %s failed", call.verb, exc_info=error)
+            refusal = f"{call.verb} failed: {error}"
+        if call.call_id != NO_REPLY:
+            self._port.send(RpcReply(call.call_id, None if error is not None else reply.result(), refusal))
 
     def _explain(self, now: int, number: int) -> Any:
         """Where the time of a request went, as plain data; None for an unknown request."""
@@ -369,10 +348,11 @@ class Driver:
         if refusal:
             raise ConfigError(refusal)
 
-    def _publish_kv_snapshot(self, now: int) -> None:
-        """Publish the whole prefix cache."""
-        if self._kv_events is not None:
-            self._kv_events.publish_snapshot(self._scheduler.kv_snapshot())
+    def _flush(self, now: int) -> bool:
+        """Empty the prefix cache; False if it is in use."""
+        if not self._scheduler.has_work:
+            self._apply_all(self._attachments.before_flush(now), now)
+        return self._scheduler.flush(now)
 
     def _start_profile(self, now: int) -> bool:
         """Begin a timeline; False if one runs already."""
@@ -403,18 +383,15 @@ class Driver:
         counters = asdict(self._snapshot())
         given_up = counters["policy_failure"] and f"using fcfs: {counters['policy_failure']}"
         counters["policy_note"] = self._policy_note or counters["policy_note"] or given_up
-        counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
-        counters |= self._kv.describe()
         if isinstance(self._executor, DistributedExecutor):
             counters["tp_ranks"] = {f"rank {self._rank}": self._executor.describe_ranks()}
-        counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
-        return counters
+        return counters | self._attachments.describe(now)
 
     def _set_policy(self, event: SetPolicy, now: int) -> str:
         """Change the policy as an operator asks; return why not, "" if it was done."""
         refusal = self._change_policy(event, now)
-        if not refusal and self._lookahead is not None:
-            self._lookahead.chosen(event, now)
+        if not refusal:
+            self._attachments.policy_changed(event, now)
         return refusal
 
     def _change_policy(self, event: SetPolicy, now: int) -> str:
@@ -444,36 +421,38 @@ class Driver:
         self._policy_note = f"{stalled} repeatedly took longer than {limit_ms} ms for a step: using fcfs"
         logger.error("%s", self._policy_note)
 
-    def _apply(self, event: Event, now: int) -> None:
-        """Apply an event; if the scheduler refuses it, its request ends with an error."""
-        if isinstance(event, Submit):
-            event.request = self._kv.submitted(event.request)
-        if self._priority_updates is not None and isinstance(event, Submit):
-            self._priority_updates.submitted(event.request)
-        if self._lookahead is not None and isinstance(event, Submit):
-            self._lookahead.submitted(event.request, now)
+    def _submit(self, event: Submit, now: int) -> None:
+        """Submit a request; if an attachment or the scheduler refuses it, it ends with an error."""
+        numbers = _numbers(event.request)
         try:
-            if isinstance(event, Submit) and event.request.lora:
-                event.request = self._resolve_adapter(event.request)
+            event.request = self._attachments.submitted(event.request, now)
             with self._guard.watch():
                 self._scheduler.apply(event, now)
-            if isinstance(event, Submit) and event.request.grammar and self._grammars is not None:
-                self._grammars.submit(event.request)
         except Exception as error:
-            refused = isinstance(error, TokenyardError)
-            logger.warning("%s was refused: %s", type(event).__name__, error, exc_info=not refused)
-            if isinstance(event, Submit):
-                request, cause = event.request, _cause_of(error)
-                numbers = range(request.number, request.number + request.sampling.n)
-                self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
+            cause = _log_refusal(event, error)
+            self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
+            return
+        try:
+            self._attachments.accepted(event.request, now)
+        except Exception as error:
+            # The scheduler has it, so it must end there.
+            self._apply(Cancel(numbers, str(error), _log_refusal(event, error)), now)
 
-    def _resolve_adapter(self, request: Request) -> Request:
-        """The request with its adapter resolved. Raises InvalidRequestError for an adapter that is not loaded; a
-        request of a decode engine may name one.
-        """
-        if self._adapters is None:
-            raise InvalidRequestError("adapters are off here (see --enable-lora)", param="lora_path")
-        return self._adapters.submitted(request)
+    def _apply(self, event: Event, now: int) -> None:
+        """Apply an event; one that the scheduler refuses is logged."""
+        try:
+            with self._guard.watch():
+                self._scheduler.apply(event, now)
+        except Exception as error:
+            _log_refusal(event, error)
+
+    def _apply_all(self, events: Iterable[Event], now: int) -> None:
+        """Apply the events of attachments."""
+        for event in events:
+            if isinstance(event, SetPolicy):
+                self._change_policy(event, now)
+            else:
+                self._apply(event, now)
 
     def _fail(self, error: Exception, plan: StepPlan) -> None:
         """Retract all requests because a step failed. The second failure in a row ends the requests of the step, as one
@@ -512,9 +491,16 @@ class Driver:
                 self._steps = None
 
 
-def _cause_of(error: Exception) -> AbortCause:
-    """The abort cause of a refused request: whether the request is invalid."""
+def _log_refusal(event: Event, error: Exception) -> AbortCause:
+    """Log that an event was refused; returns the abort cause of its request: whether the request is invalid."""
+    trace = None if isinstance(error, TokenyardError) else error
+    logger.warning("%s was refused: %s", type(event).__name__, error, exc_info=trace)
     return "invalid" if isinstance(error, InvalidRequestError | ConfigError) else "failed"
+
+
+def _numbers(request: Request) -> list[int]:
+    """The numbers of a request's answers."""
+    return list(range(request.number, request.number + request.sampling.n))
 
 
 def empty_result(plan: StepPlan) -> StepResult:

@@ -11,14 +11,15 @@ from typing import Protocol, TypeVar, cast
 from tokenyard.base import ConfigError, DistributedExecutor, Executor, InvalidRequestError
 from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest, ToScheduler
+from tokenyard.engine.scheduler_process.attachments.base import Attachment
 from tokenyard.engine.scheduler_process.attachments.disagg import open_disagg_connector
 from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
-from tokenyard.engine.scheduler_process.attachments.kv_connectors import KvMultiConnector
-from tokenyard.engine.scheduler_process.attachments.kv_events import open_kv_events
+from tokenyard.engine.scheduler_process.attachments.kv_events import KvEvents, open_kv_events
 from tokenyard.engine.scheduler_process.attachments.kv_store import open_kv_store_connector
 from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadClient
-from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
+from tokenyard.engine.scheduler_process.attachments.lora import open_lora
 from tokenyard.engine.scheduler_process.attachments.priority import create_priority_updates
+from tokenyard.engine.scheduler_process.attachments.tenant_usage import TenantUsageExchange
 from tokenyard.engine.scheduler_process.build_scheduler import build_scheduler, load_prior, measure_prior, open_tape
 from tokenyard.engine.scheduler_process.driver import Driver, Port
 from tokenyard.engine.scheduler_process.event_loop import event_loop_normal, event_loop_overlap
@@ -115,37 +116,37 @@ class SchedulerLoop:
         with ExitStack() as resources:
             tape = _closing(resources, open_tape(config, rank))
             publisher = open_kv_events(config, rank, lambda: deliver(RpcRequest(NO_REPLY, "publish_kv_snapshot")))
-            kv_events = _closing(resources, publisher)
+            _closing(resources, publisher)
             self.flush_tape: Callable[[], None] = tape.flush if tape is not None else lambda: None
             executor = _closing(resources, load_executor(config))
             self.info = executor.info
             self.divided = executor if isinstance(executor, DistributedExecutor) else None
             prior = load_prior(config.cost_profile) or measure_prior(config, executor)
             self.core = core = build_scheduler(config, executor.info, tape, prior)
-            lookahead = _closing(resources, LookaheadClient(core, config.scheduler_settings(executor.info)))
-            grammars = _closing(resources, GrammarCompiler(executor, deliver, lambda: tokenizer_text(config)))
-            # Closed before the executor, whose pages they read and write.
-            disagg = _closing(resources, open_disagg_connector(config, core, executor, deliver, rank))
-            kv_store = _closing(resources, open_kv_store_connector(config, core, executor, deliver, rank))
-            adapters = None
-            if config.scheduler.enable_lora:
-                loader = LoraLoader(executor, core, deliver, port.send, config.max_loaded_loras)
-                adapters = _closing(resources, loader)
+            attachments: list[Attachment] = []
+
+            def attach(attachment: Attachment | None) -> None:
+                if attachment is not None:
+                    # Closed before the executor, whose pages some read and write.
+                    attachments.append(_closing(resources, attachment))
+
+            attach(open_lora(config, core, executor, deliver))  # first, as it may refuse a request
+            attach(open_disagg_connector(config, core, executor, deliver, rank))
+            attach(open_kv_store_connector(config, core, executor, deliver, rank))  # for what disagg does not fetch
+            attach(GrammarCompiler(executor, deliver, lambda: tokenizer_text(config)))
+            attach(create_priority_updates(config.priority_function, core))
+            attach(LookaheadClient(core, config.scheduler_settings(executor.info)))
+            attach(TenantUsageExchange(core, port.send) if config.ranks > 1 else None)
+            attach(KvEvents(core, publisher) if publisher is not None else None)
             self._driver = Driver(
                 self.core,
                 executor,
                 port,
                 log=StepLog(config.decode_log_interval),
                 state=self.state,
-                priority_updates=create_priority_updates(config.priority_function, self.core),
-                lookahead=lookahead,
-                kv_events=kv_events,
+                attachments=attachments,
                 policy_note=policy_note,
                 rank=rank,
-                shares_tenants=config.ranks > 1,
-                grammars=grammars,
-                kv=KvMultiConnector(self.core, disagg, kv_store, rank),
-                adapters=adapters,
             )
             self._max_in_flight = config.plans_in_flight(executor.info)
             self._resources = resources.pop_all()

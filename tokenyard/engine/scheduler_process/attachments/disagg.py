@@ -7,7 +7,7 @@ results enter the scheduler as events.
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from tokenyard.disagg.protocol.decisions import MAX_OFFER_TIMEOUT_S, offer_timeo
 from tokenyard.disagg.protocol.messages import pack_ids, unpack_ids
 from tokenyard.disagg.transfer_manager import KvTransferManager
 from tokenyard.engine.processes.engine_config import DisaggConfig, EngineConfig
+from tokenyard.engine.scheduler_process.attachments.base import Attachment
 from tokenyard.kv_layout.layout import map_pages
 from tokenyard.kv_layout.model_digest import model_digest
 from tokenyard.scheduler.scheduler_state import prior_cost_model
@@ -56,8 +57,10 @@ FIRST_NUMBER = 1 << 40
 LOAD_INTERVAL_NS = NS_PER_S // 10
 
 
-class DisaggConnector:
+class DisaggConnector(Attachment):
     """The transfers of one scheduler. `deliver` takes events to it, from any thread."""
+
+    name = "disagg"
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class DisaggConnector:
     ) -> None:
         """Raises ConfigError if it cannot listen where it should."""
         self._config = config
+        self._rank = rank
         self._core = core
         self._deliver = deliver
         self._info = info
@@ -107,8 +111,15 @@ class DisaggConnector:
         """Whether requests wait for other engines."""
         return self._manager.decode_peer.open_keys > 0
 
-    def describe(self) -> dict[str, Any]:
-        """What people and other engines should know."""
+    def held_reasons(self) -> Mapping[str, str]:
+        """Requests wait for KV from other engines."""
+        return {"kv": "until the prefill engine answers"}
+
+    def describe(self, now: int) -> Mapping[str, Any]:
+        """What people and other engines should know, by rank."""
+        return {"transfer": {f"rank {self._rank}": self._counters()}}
+
+    def _counters(self) -> dict[str, Any]:
         manager = self._manager
         return {
             "role": self._config.role,
@@ -125,7 +136,7 @@ class DisaggConnector:
 
     # ---- calls of the event loop ----------------------------------------------------------------------------------
 
-    def submitted(self, request: Request) -> Request:
+    def submitted(self, request: Request, now: int) -> Request:
         """Decide where the prompt of a request is computed; returns the request for the scheduler."""
         if request.number >= FIRST_NUMBER:
             return request
@@ -145,13 +156,17 @@ class DisaggConnector:
         self._request_remote_prefill(request, peer, own_s * peer.slowdown + peer.load_s)
         return replace(request, awaits_kv=True)
 
-    def move(self, moves: list[KvMove]) -> None:
-        """Take on what the scheduler wants loaded or handed over."""
+    def take(self, moves: list[KvMove]) -> list[KvMove]:
+        """Start the handovers and loads among `moves`; returns the rest."""
+        rest: list[KvMove] = []
         for one in moves:
             if isinstance(one, Load):
                 self._load(one)
             elif isinstance(one, Handover):
                 self._hand_over(one)
+            else:
+                rest.append(one)
+        return rest
 
     def on_output(self, batch: TokenBatch) -> None:
         """Look at the output of a step, and take out what is not for clients of this engine."""

@@ -3,9 +3,10 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tokenyard.base import Cancel, Executor, InvalidRequestError, OpenGate, Request
+from tokenyard.engine.scheduler_process.attachments.base import Attachment
 from tokenyard.scheduler.row_state import Gate
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,13 @@ class _GrammarTask:
             self.end(Cancel(numbers, "other grammars are being compiled; try again later", "queue_full"))
 
 
-class GrammarCompiler:
+class GrammarCompiler(Attachment):
     """Compiles the grammars of requests that wait behind `Gate.GRAMMAR`.
 
     deliver: takes events to the scheduler, from any thread. tokenizer: gives the text of tokenizer.json.
     """
+
+    name = "grammar"
 
     def __init__(self, executor: Executor, deliver: Deliver, tokenizer: Callable[[], str]) -> None:
         self._executor = executor
@@ -67,13 +70,19 @@ class GrammarCompiler:
         self._jobs: queue.SimpleQueue[_GrammarTask | None] = queue.SimpleQueue()
         self._workers = 0
 
-    def submit(self, request: Request) -> None:
-        """Begin with the grammar of a request that was submitted."""
+    def accepted(self, request: Request, now: int) -> None:
+        """Begin with the grammar of a request, if it has one."""
+        if not request.grammar:
+            return
         if self._workers < WORKERS:
             # Daemons, as the process must not wait at its end for one that is stuck.
             threading.Thread(target=self._work, name=f"grammar-{self._workers}", daemon=True).start()
             self._workers += 1
         self._jobs.put(_GrammarTask(request, self._deliver))
+
+    def held_reasons(self) -> Mapping[str, str]:
+        """Requests wait for their grammars."""
+        return {"grammar": "until a grammar is compiled"}
 
     def close(self) -> None:
         """Begin nothing more; what runs is left alone."""

@@ -10,14 +10,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import zmq
 
-from tokenyard.base import ConfigError
+from tokenyard.base import ConfigError, TokenBatch
 from tokenyard.engine.processes.engine_config import EngineConfig
+from tokenyard.engine.scheduler_process.attachments.base import Attachment, VerbHandler
+from tokenyard.tape.recorder import Core
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +164,28 @@ class _Replay:
             answer = [identity, b"", self._topic, number.to_bytes(NUMBER_BYTES, "big"), payload]
             self._socket.send_multipart(answer)
         self._socket.send_multipart([identity, b"", b"", END, b""])
+
+
+class KvEvents(Attachment):
+    """Publishes what enters and leaves the prefix cache of a scheduler."""
+
+    name = "kv_events"
+    optional = True
+
+    def __init__(self, core: Core, publisher: KvEventPublisher) -> None:
+        self._core = core
+        self._publisher = publisher
+
+    def sent(self, batch: TokenBatch) -> None:
+        """Publish the events of a step."""
+        self._publisher.publish(self._core.kv_records())
+
+    def verbs(self) -> Mapping[str, VerbHandler]:
+        """The replay thread asks for the whole cache."""
+        return {"publish_kv_snapshot": self._publish_snapshot}
+
+    def _publish_snapshot(self, now: int) -> None:
+        self._publisher.publish_snapshot(self._core.kv_snapshot())
 
 
 def open_kv_events(config: EngineConfig, rank: int, request_snapshot: Callable[[], None]) -> KvEventPublisher | None:

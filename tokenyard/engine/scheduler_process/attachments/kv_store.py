@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from tokenyard.base import (
 from tokenyard.base.blocks import block_digests, root_digest, stored_prefix, tokens_per_block
 from tokenyard.disagg.protocol.decisions import prefetch_timeout_s, should_load_kv
 from tokenyard.engine.processes.engine_config import EngineConfig, KvStoreConfig
+from tokenyard.engine.scheduler_process.attachments.base import Attachment, VerbHandler
 from tokenyard.engine.scheduler_process.attachments.kv_store_backends import LINKS, open_pool, open_store
 from tokenyard.engine.scheduler_process.attachments.kv_store_operations import (
     NEVER_NS,
@@ -58,8 +59,10 @@ SPEED_WEIGHT = 0.2
 RECHECK_INTERVAL_NS, MAX_RECHECKS = NS_PER_S // 10, 8
 
 
-class KvStoreConnector:
+class KvStoreConnector(Attachment):
     """The KV store of one scheduler. `deliver` sends events to it, from any thread."""
+
+    name = "kv_store"
 
     def __init__(
         self,
@@ -69,8 +72,10 @@ class KvStoreConnector:
         core: Core,
         info: ExecutorInfo,
         deliver: Callable[[Event], None],
+        rank: int = 0,
     ) -> None:
         self.counters = KvStoreCounters()
+        self._rank = rank
         self._config = config
         self._store = store
         self._pool = pool
@@ -99,10 +104,12 @@ class KvStoreConnector:
 
     # ---- calls of the event loop ----------------------------------------------------------------------------------
 
-    def submitted(self, request: Request) -> Request:
-        """Look up the KV of a request; returns the request, with `awaits_kv` if it waits for a prefetch."""
+    def submitted(self, request: Request, now: int) -> Request:
+        """Look up the KV of a request, unless it comes from another engine; returns the request, with `awaits_kv` if it
+        waits for a prefetch.
+        """
         options = request.logprobs
-        if options is not None and options.prompt_from >= 0:
+        if request.awaits_kv or (options is not None and options.prompt_from >= 0):
             return request
         cached = self._core.cached_tokens(request)
         prefetch = self._find(
@@ -114,7 +121,7 @@ class KvStoreConnector:
             self.counters.recomputed_requests += 1
             return request
         prefetch.answers = request.sampling.n
-        prefetch.deadline_ns = time.monotonic_ns() + self._prefetch_timeout_ns(prefetch.tokens - cached)
+        prefetch.deadline_ns = now + self._prefetch_timeout_ns(prefetch.tokens - cached)
         self._add_prefetch(prefetch)
         self._to_read.put(lambda block: self._prefetch(prefetch))
         return replace(request, awaits_kv=self._config.prefetch_policy != "best_effort")
@@ -165,7 +172,7 @@ class KvStoreConnector:
                     self._deliver(event)
                 self._prefetches.pop(finish.number, None)
 
-    def release_all(self) -> list[Event]:
+    def before_flush(self, now: int) -> list[Event]:
         """Abandon all backups, so that their pages are free."""
         with self._lock:
             return self._release_all()
@@ -175,14 +182,25 @@ class KvStoreConnector:
         """Whether requests wait for stored KV."""
         return bool(self._prefetches)
 
-    def clear(self) -> int:
+    def held_reasons(self) -> Mapping[str, str]:
+        """Requests wait for stored KV."""
+        return {"kv": "until the KV store answers"}
+
+    def verbs(self) -> Mapping[str, VerbHandler]:
+        """The store can be emptied."""
+        return {"clear_store": self._clear}
+
+    def _clear(self, now: int) -> int:
         """Forget all that is stored; returns how many blocks that was."""
         blocks = self._store.blocks
         self._store.clear()
         return blocks
 
-    def describe(self) -> dict[str, Any]:
-        """Counters and sizes for `/v1/cache`."""
+    def describe(self, now: int) -> Mapping[str, Any]:
+        """Counters and sizes for `/v1/cache`, by rank."""
+        return {"tiers": {f"rank {self._rank}": self._counters()}}
+
+    def _counters(self) -> dict[str, Any]:
         speed = self._block_bytes / self._read_s_per_block if self._read_s_per_block else 0.0
         counters = {name: getattr(self.counters, name) for name in KvStoreCounters.__slots__}
         return {
@@ -445,4 +463,4 @@ def open_kv_store_connector(
         return None
     pool = open_pool(executor)
     store = open_store(config, executor, pool, rank)
-    return KvStoreConnector(config.kv_store, store, pool, core, executor.info, deliver)
+    return KvStoreConnector(config.kv_store, store, pool, core, executor.info, deliver, rank)

@@ -11,10 +11,12 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from tokenyard.base import NS_PER_S, Request, SchedulerSettings, SetPolicy, TokenBatch, TokenyardError
+from tokenyard.engine.scheduler_process.attachments.base import Attachment
 from tokenyard.policy.adaptive import AdaptiveOptions, AdaptivePolicy, CandidateSelector, LookaheadPacer
 from tokenyard.scheduler.lookahead_state import (
     LookaheadQuery,
@@ -120,8 +122,11 @@ class FramePipe:
         return self._process.poll() is not None
 
 
-class LookaheadClient:
-    """Looks ahead for one scheduler while its policy is `adaptive`. `poll` is to be called often."""
+class LookaheadClient(Attachment):
+    """Looks ahead for one scheduler while its policy is `adaptive`."""
+
+    name = "lookahead"
+    optional = True
 
     def __init__(self, core: Core, settings: SchedulerSettings, command: tuple[str, ...] = COMMAND) -> None:
         self._core, self._settings, self._command = core, settings, command
@@ -136,9 +141,9 @@ class LookaheadClient:
         self._pause_ns = MIN_BACKOFF_NS
         self._queries, self._failures, self._cpu_s, self._note = 0, 0, 0.0, ""
         if settings.schedule_policy == AdaptivePolicy.name:
-            self.chosen(SetPolicy(AdaptivePolicy.name, settings.policy_options), time.monotonic_ns())
+            self.policy_changed(SetPolicy(AdaptivePolicy.name, settings.policy_options), time.monotonic_ns())
 
-    def chosen(self, event: SetPolicy, now: int) -> None:
+    def policy_changed(self, event: SetPolicy, now: int) -> None:
         """An operator chose a policy: start, restart or stop. Raises ConfigError for options that cannot be."""
         if event.name != AdaptivePolicy.name:
             self._adaptive_options = None
@@ -153,7 +158,7 @@ class LookaheadClient:
         if self._pipe is None:
             self._start(now)
 
-    def submitted(self, request: Request, now: int) -> None:
+    def accepted(self, request: Request, now: int) -> None:
         """A request has come."""
         if self._pipe is not None:
             self._pipe.send(encode(RequestArrived.of(request, now, blocks=not self._settings.disable_radix_cache)))
@@ -164,20 +169,20 @@ class LookaheadClient:
             for finish in batch.finished:
                 self._pipe.send(encode(RequestEnded.of(finish)))
 
-    def poll(self, now: int) -> SetPolicy | None:
+    def while_device_runs(self, now: int) -> Sequence[SetPolicy]:
         """Take what has come and ask what is to be asked; the change to make, if any."""
         if now < self._poll_ns:
-            return None
+            return ()
         self._poll_ns = now + POLL_NS
         self._ending = [pipe for pipe in self._ending if not pipe.gone()]
         if self._adaptive_options is None:
-            return None
+            return ()
         event, self._initial_policy = self._initial_policy, None
         try:
-            return self._exchange(now) or event
+            event = self._exchange(now) or event
         except (LookaheadError, OSError, ValueError) as error:
             self._fail(error, now)
-            return event
+        return () if event is None else (event,)
 
     def _exchange(self, now: int) -> SetPolicy | None:
         if self._pipe is None:
@@ -247,8 +252,11 @@ class LookaheadClient:
             self._ending.append(self._pipe)
         self._pipe, self._query_sent_ns = None, None
 
-    def describe(self, now: int) -> dict[str, Any]:
+    def describe(self, now: int) -> Mapping[str, Any]:
         """What is known and was done, for people; empty while another policy was chosen."""
+        return {"adaptive": self._describe(now)}
+
+    def _describe(self, now: int) -> dict[str, Any]:
         if self._adaptive_options is None:
             return {}
         selector = self._selector

@@ -4,21 +4,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from tokenyard.base import ConfigError, Executor, InvalidRequestError, OpenGate, Request, UnloadAdapter
-from tokenyard.base.events import Cancel
-from tokenyard.engine.processes.messages import NO_REPLY, RpcReply, RpcRequest
+from tokenyard.base import Cancel, ConfigError, Event, Executor, InvalidRequestError, OpenGate, Request, UnloadAdapter
+from tokenyard.engine.processes.engine_config import EngineConfig
+from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest
+from tokenyard.engine.scheduler_process.attachments.base import Attachment, DeferredReply, VerbHandler
 from tokenyard.kv_layout.model_digest import adapter_digest
 from tokenyard.scheduler.row_state import Gate
 from tokenyard.tape.recorder import Core
 
 logger = logging.getLogger(__name__)
-
-LORA_VERBS = ("load_adapter", "unload_adapter", "adapter_read")
-"""What this does of the calls to a scheduler process. The last one is the reading thread's own."""
 
 SLOW_READ_S = 1.0
 """Reading an adapter for longer is logged."""
@@ -27,54 +25,56 @@ POLL_INTERVAL_S = 0.1
 """Interval of looking for unused adapters while too many are in memory."""
 
 
-class LoraLoader:
+class NoAdapters(Attachment):
+    """Refuses requests that name an adapter. The API process knows that adapters are off, a decode engine does not."""
+
+    name = "lora"
+
+    def submitted(self, request: Request, now: int) -> Request:
+        """Raises InvalidRequestError for a request that names an adapter."""
+        if request.lora:
+            raise InvalidRequestError("adapters are off here (see --enable-lora)", param="lora_path")
+        return request
+
+
+class LoraLoader(Attachment):
     """The adapters of one scheduler process. All but the reading happens on the event loop's thread.
 
     At most `max_loaded` (None for any number) are kept in memory, but for those that requests have; of the others the
     least recently used are freed first, and are read again when a request names them. A request whose adapter is being
-    read waits behind `Gate.ADAPTER`. deliver: brings calls to the event loop from the reading thread; reply: answers
-    calls.
+    read waits behind `Gate.ADAPTER`. deliver: brings calls to the event loop from the reading thread.
     """
 
+    name = "lora"
+
     def __init__(
-        self,
-        executor: Executor,
-        core: Core,
-        deliver: Callable[[RpcRequest], None],
-        reply: Callable[[RpcReply], None],
-        max_loaded: int | None,
+        self, executor: Executor, core: Core, deliver: Callable[[RpcRequest], None], max_loaded: int | None
     ) -> None:
         self._executor = executor
         self._core = core
         self._deliver = deliver
-        self._reply = reply
         self._max_loaded = max_loaded
         self._folders: dict[str, str] = {}
         # In order of use, the latest last.
         self._ready: dict[str, None] = {}
         self._poll_at_s = 0.0
-        self._reading: dict[str, list[int]] = {}
+        self._reading: dict[str, list[DeferredReply]] = {}
         self._waiting: dict[str, list[int]] = {}
-        self._unloading: dict[str, list[int]] = {}
+        self._unloading: dict[str, list[DeferredReply]] = {}
+        self._events: list[Event] = []
         self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
 
-    @property
-    def reading(self) -> list[str]:
-        """The adapters that are being read, or are next."""
-        return list(self._reading)
+    def verbs(self) -> Mapping[str, VerbHandler]:
+        """Load and unload adapters; the reading thread says what it has read."""
+        return {"load_adapter": self._load, "unload_adapter": self._unload, "adapter_read": self._read}
 
-    def call(self, call: RpcRequest) -> None:
-        """Begin with what a call asks for; the reply may come later."""
-        adapter = str(call.arguments["adapter"])
-        if call.verb == "load_adapter":
-            self._load(call.call_id, adapter, str(call.arguments["folder"]))
-        elif call.verb == "unload_adapter":
-            self._unloading.setdefault(adapter, []).append(call.call_id)
-        else:
-            self._read(adapter, str(call.arguments["refusal"]))
+    def held_reasons(self) -> Mapping[str, str]:
+        """Requests wait for adapters that are being read, or are next."""
+        reading = f" (reading {', '.join(self._reading)})" if self._reading else ""
+        return {"adapter": f"until an adapter has been read{reading}"}
 
-    def submitted(self, request: Request) -> Request:
+    def submitted(self, request: Request, now: int) -> Request:
         """A request arrives; returns it for the scheduler. Raises InvalidRequestError for an adapter that
         was never loaded, or is not any more.
         """
@@ -86,53 +86,60 @@ class LoraLoader:
         if request.lora not in self._folders:
             raise InvalidRequestError(f"the adapter {request.lora!r} is not loaded here", param="lora_path")
         if request.lora not in self._reading:
-            self._start_reading(request.lora, NO_REPLY)
+            self._start_reading(request.lora)
         self._waiting.setdefault(request.lora, []).extend(_numbers(request))
         return replace(request, awaits_adapter=True)
 
-    def poll(self) -> None:
-        """Free the adapters that are to be dropped and that no request has any more, and those beyond the limit."""
+    def poll(self, now: int) -> Sequence[Event]:
+        """Free the adapters that are to be unloaded and that no request has any more, and those beyond the limit; let
+        requests go on whose adapters were read.
+        """
+        events, self._events = self._events, []
         for adapter in [adapter for adapter in self._unloading if adapter not in self._reading]:
             if self._core.uses_adapter(adapter):
                 continue
-            self._core.apply(UnloadAdapter(adapter), time.monotonic_ns())
+            events.append(UnloadAdapter(adapter))
             self._executor.unload_adapter(adapter)
             self._ready.pop(adapter, None)
             self._folders.pop(adapter, None)
-            for call_id in self._unloading.pop(adapter):
-                self._reply(RpcReply(call_id))
+            for reply in self._unloading.pop(adapter):
+                reply.set_result(None)
         if self._max_loaded is not None and len(self._ready) > self._max_loaded and time.monotonic() >= self._poll_at_s:
             # All of them may be in use for long, and looking for one that is not takes time of each turn.
             self._poll_at_s = time.monotonic() + POLL_INTERVAL_S
             self._free(len(self._ready) - self._max_loaded)
+        return events
 
     def close(self) -> None:
         """Read nothing more; what is being read is left alone."""
         self._jobs.put(None)
 
-    def _load(self, call_id: int, adapter: str, folder: str) -> None:
+    def _load(self, now: int, adapter: str, folder: str, if_room: bool = False) -> DeferredReply | None:
+        """Read an adapter. if_room: only while `max_loaded` allows; else a request that names it has it read."""
         if adapter in self._ready:
-            self._reply(RpcReply(call_id))
-            return
+            return None
         self._folders[adapter] = folder
-        if (
-            call_id == NO_REPLY
-            and self._max_loaded is not None
-            and len(self._ready) + len(self._reading) >= self._max_loaded
-        ):
-            # It was loaded before, into a process that has ended; requests that name it have it read.
-            return
-        self._start_reading(adapter, call_id)
+        if if_room and self._max_loaded is not None and len(self._ready) + len(self._reading) >= self._max_loaded:
+            return None
+        return self._start_reading(adapter)
 
-    def _start_reading(self, adapter: str, call_id: int) -> None:
+    def _unload(self, now: int, adapter: str) -> DeferredReply:
+        """Free an adapter once no request has it."""
+        reply = DeferredReply()
+        self._unloading.setdefault(adapter, []).append(reply)
+        return reply
+
+    def _start_reading(self, adapter: str) -> DeferredReply:
         """Have the thread read an adapter, once for all that ask for it meanwhile."""
-        self._reading.setdefault(adapter, []).append(call_id)
+        reply = DeferredReply()
+        self._reading.setdefault(adapter, []).append(reply)
         if len(self._reading[adapter]) > 1:
-            return
+            return reply
         if self._reader is None:
             self._reader = threading.Thread(target=self._work, name="adapters", daemon=True)
             self._reader.start()
         self._jobs.put((adapter, self._folders[adapter]))
+        return reply
 
     def _mark_used(self, adapter: str) -> None:
         """Note that an adapter is used now."""
@@ -149,21 +156,20 @@ class LoraLoader:
             del self._ready[adapter]
             self._executor.unload_adapter(adapter)
 
-    def _read(self, adapter: str, refusal: str) -> None:
+    def _read(self, now: int, adapter: str, refusal: str) -> None:
         """The thread has read an adapter, or could not."""
+        replies, numbers = self._reading.pop(adapter, []), self._waiting.pop(adapter, [])
         if not refusal:
             self._mark_used(adapter)
-        for call_id in self._reading.pop(adapter, ()):
-            if call_id != NO_REPLY:
-                self._reply(RpcReply(call_id, refusal=refusal))
-        numbers, now = self._waiting.pop(adapter, []), time.monotonic_ns()
-        if refusal:
-            logger.error("adapter %s: %s", adapter, refusal)
-        if refusal and numbers:
-            self._core.apply(Cancel(numbers, refusal, "failed"), now)
+            for reply in replies:
+                reply.set_result(None)
+            self._events += [OpenGate(number, Gate.ADAPTER) for number in numbers]
             return
-        for number in numbers:
-            self._core.apply(OpenGate(number, Gate.ADAPTER), now)
+        logger.error("adapter %s: %s", adapter, refusal)
+        for reply in replies:
+            reply.set_exception(ConfigError(refusal))
+        if numbers:
+            self._events.append(Cancel(numbers, refusal, "failed"))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -190,3 +196,12 @@ class LoraLoader:
 
 def _numbers(request: Request) -> range:
     return range(request.number, request.number + request.sampling.n)
+
+
+def open_lora(
+    config: EngineConfig, core: Core, executor: Executor, deliver: Callable[[RpcRequest], None]
+) -> LoraLoader | NoAdapters:
+    """What loads the adapters, or refuses them if they are off."""
+    if not config.scheduler.enable_lora:
+        return NoAdapters()
+    return LoraLoader(executor, core, deliver, config.max_loaded_loras)

@@ -8,8 +8,11 @@ too long is switched off, at once if it does not come back at all.
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 
 from tokenyard.base import NS_PER_S, Request, TokenBatch, Update
+from tokenyard.engine.scheduler_process.attachments.base import Attachment
+from tokenyard.engine.scheduler_process.health.liveness import PRIORITY_FUNCTION
 from tokenyard.engine.scheduler_process.health.slo_attainment import SloAttainment
 from tokenyard.engine.scheduler_process.health.user_code_guards import (
     Clock,
@@ -30,8 +33,11 @@ BUDGET_NS = 50_000
 """What one call may take."""
 
 
-class PriorityUpdates:
+class PriorityUpdates(Attachment):
     """One priority function at work for one scheduler. `failure` says why it was switched off, if it was."""
+
+    name = PRIORITY_FUNCTION
+    optional = True
 
     def __init__(self, function: PriorityFunction, path: str, core: Core, clock: Clock | None = None) -> None:
         self.failure = ""
@@ -46,11 +52,11 @@ class PriorityUpdates:
         self._round: deque[int] = deque()
         self._next_round_ns = 0
 
-    def describe(self) -> str:
+    def describe(self, now: int) -> Mapping[str, str]:
         """The function's path, and why it is off if it is."""
-        return f"off ({self._path} {self.failure})" if self.failure else self._path
+        return {"priority_function": f"off ({self._path} {self.failure})" if self.failure else self._path}
 
-    def submitted(self, request: Request) -> None:
+    def accepted(self, request: Request, now: int) -> None:
         """Register a new request."""
         if self.failure:
             return
@@ -63,7 +69,7 @@ class PriorityUpdates:
             self._attainment.finished(finish)
             self._boosts.pop(finish.number, None)
 
-    def poll(self, now: int) -> list[Update]:
+    def while_device_runs(self, now: int) -> list[Update]:
         """Ask about the next few waiting requests, new ones first; return what has changed."""
         if self.failure:
             return []

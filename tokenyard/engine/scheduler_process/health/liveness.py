@@ -24,7 +24,7 @@ class LoopState:
 
     def enter(self, doing: str) -> None:
         """Note that the loop now waits for messages ("idle"), for the device ("step"), for user code (one
-        of `USER_CODE`) or works itself ("host").
+        of `USER_CODE`), for an attachment (its name) or works itself ("host").
         """
         self._doing = (doing, time.monotonic_ns())
 

@@ -19,6 +19,9 @@ SAVE_TIMEOUT_S = 1.0
 USER_CODE_TIMEOUT_NS = 10 * NS_PER_S
 """Limit for user code. By then it was interrupted many times and still runs."""
 
+WHERE = {"step": "the device's work on a step", "host": "the event loop's own work"}
+"""What is stuck, by `Heartbeat.doing`; any other is an attachment."""
+
 
 class Watchdog:
     """Judges heartbeats: a device step or a piece of the loop's own work that takes longer than `timeout_s` is stuck,
@@ -51,10 +54,8 @@ class Watchdog:
         os._exit(1)
 
     def _end(self, beat: Heartbeat) -> None:
-        where = "the device's work on a step" if beat.doing == "step" else "the event loop's own work"
         culprit = beat.doing if beat.doing in USER_CODE else ""
-        if culprit:
-            where = f"the user-defined {culprit}"
+        where = f"the user-defined {culprit}" if culprit else WHERE.get(beat.doing, f"the attachment {beat.doing}")
         reason = f"{where} has not ended for {beat.doing_ns / NS_PER_S:.0f} s, after {beat.steps} steps"
         logger.critical("%s (see --watchdog-timeout-s); the stacks of all threads follow", reason)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
