@@ -36,9 +36,9 @@ class Driven:
     """A router in virtual time, without connections."""
 
     def __init__(self, policy, room, settings, salts, monkeypatch):
-        self.now_s = 0.0
+        self.now_ns = 0
         self.router = Router(RouterSettings(policy=policy, max_worker_requests=room or 256, queue_timeout_secs=1e6))
-        self.router.now = lambda: self.now_s
+        self.router.now_ns = lambda: self.now_ns
         self.chosen, self.exchanges = {}, {}
         monkeypatch.setattr(Exchange, "_go", lambda exchange, target: self._sent(exchange, target))
         monkeypatch.setattr(self.router.health, "watch", lambda worker: None)
@@ -50,7 +50,7 @@ class Driven:
 
     def _sent(self, exchange, target):
         number = exchange.parsed.fields["number"]
-        self.chosen[number] = (int(target.name[1:]), round(self.now_s * 1e9))
+        self.chosen[number] = (int(target.name[1:]), self.now_ns)
 
     def arrives(self, request):
         body = {
@@ -68,11 +68,11 @@ class Driven:
         self.exchanges[request.number] = self.router._data(front, incoming)
 
     def begins(self, number):
-        self.exchanges[number]._sent.first_token(self.now_s)
+        self.router.machine.first_token(self.exchanges[number], self.now_ns)
 
     def end(self, number, prompt_tokens, cached_tokens):
         exchange = self.exchanges.pop(number)
-        self.router.finished(exchange, exchange._sent, prompt_tokens, cached_tokens)
+        self.router.learn(exchange.parsed, exchange.sent, prompt_tokens, cached_tokens)
         exchange._close()
 
 
@@ -103,7 +103,7 @@ async def replayed(simulated, policy, room, settings, salts, monkeypatch):
         events += [(at_ns, what, places[number], number) for number, at_ns in enumerate(times_ns.tolist())]
     # At equal times arrivals come first, then the reports of each replica, one after the other.
     for at_ns, what, _, number in sorted(events, key=lambda one: (one[0], one[1] != ARRIVES, one[2], one[1], one[3])):
-        driven.now_s = at_ns / 1e9
+        driven.now_ns = at_ns
         if what == ARRIVES:
             driven.arrives(traffic.request(number))
             await asyncio.sleep(0)

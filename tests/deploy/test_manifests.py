@@ -16,7 +16,9 @@ from tokenyard.engine.frontend.input_processor import LEVEL_NAMES
 from tokenyard.router.admin_routes import OPEN_PATHS
 from tokenyard.router.router_metrics import RouterMetrics as RouterMetrics
 from tokenyard.router.router_settings import RouterSettings
-from tokenyard.router.workers import Workers
+from tokenyard.router.workers import HttpWorkers
+from tokenyard.routing.dispatch import Dispatcher
+from tokenyard.routing.policies import make_policy
 from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.server.metrics import prometheus as metrics
 
@@ -85,8 +87,8 @@ def test_the_metrics_that_board_and_rules_name_exist():
     served.gauges |= dict.fromkeys(metrics._GAUGES, 1.0)
     text = served.exposition().decode()
     index = PrefixIndex(1 << 20)
-    workers = Workers(RouterSettings(), index)
-    text += RouterMetrics().exposition(workers, index, waiting=0, open_requests=0).decode()
+    machine = Dispatcher(HttpWorkers(RouterSettings(), index), make_policy("round_robin"))
+    text += RouterMetrics().exposition(machine, open_requests=0).decode()
     known = set(METRIC.findall(text))
     named = {name for query in queries() for name in METRIC.findall(query)}
     assert len(named) > 25

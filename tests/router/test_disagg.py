@@ -8,9 +8,10 @@ import pytest
 from tests.router.fakes import DONE, LAST, STREAM_HEAD, FakeWorker, answer, event, routing
 from tokenyard.base import ConfigError
 from tokenyard.router.disagg_exchange import batch_size
-from tokenyard.router.workers import DECODE, PREFILL, Workers
+from tokenyard.router.workers import HttpWorkers
 from tokenyard.routing.load import TargetLoad
 from tokenyard.routing.policies import PolicyOptions, RequestFeatures, make_policy
+from tokenyard.routing.workers import DECODE, PREFILL
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_port": 5600}
 
@@ -303,4 +304,4 @@ def test_batches(fields, prompts):
 
 def test_an_unknown_role_is_refused():
     with pytest.raises(ConfigError, match="unknown worker role"):
-        Workers.add(None, "http://a:1", "static", "both")
+        HttpWorkers.add(None, "http://a:1", "static", "both")

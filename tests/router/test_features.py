@@ -46,7 +46,7 @@ def test_what_is_read():
         body(model="m", prompt="x" * 400, stream=True, priority=3, user="me", deadline_ms=5, data_parallel_rank=2)
     )
     assert (parsed.model, parsed.stream, parsed.priority, parsed.tenant) == ("m", True, 3, "me")
-    assert (parsed.deadline_ms, parsed.rank, parsed.tokens, parsed.counted) == (5.0, 2, 100, False)
+    assert (parsed.deadline_ns, parsed.rank, parsed.tokens, parsed.counted) == (5_000_000, 2, 100, False)
     assert len(parsed.prompt.digests) == 1
 
 

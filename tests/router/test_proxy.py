@@ -355,12 +355,12 @@ def test_a_worker_that_fails_gets_nothing_for_a_while_and_is_on_trial_then():
                 assert (await client.complete()).json == {"worker": "b"}
             assert len(a.asked) == 2
             assert target.breaker.state == "open"
-            failing, target.breaker.open_until_s = False, 0.0
+            failing, target.breaker.open_until_ns = False, 0
             while target.breaker.state == "open":
                 assert len(a.asked) <= 4
                 await client.complete()
             assert len(a.asked) == 4, "as many as must go well"
-            target.breaker.failed(router.now())
+            target.breaker.failed(router.now_ns())
             assert target.breaker.state == "closed", "one failure after another success opens nothing"
 
     run(main())
@@ -370,7 +370,7 @@ def test_a_worker_that_returns_begins_with_a_closed_breaker():
     async def main():
         async with FakeWorker() as worker, routing(worker, cb_failure_threshold=1, cb_timeout_secs=3600) as (router, _):
             target = router.workers.find("w0").targets[0]
-            target.breaker.failed(router.now())
+            target.breaker.failed(router.now_ns())
             assert target.breaker.state == "open"
             await worker.stop()
             while router.workers.find("w0").healthy:

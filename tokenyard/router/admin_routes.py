@@ -13,10 +13,10 @@ from typing_extensions import override
 from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
-from tokenyard.router.dispatch import Dispatcher
+from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.errors import RouterError
 from tokenyard.router.health import ask
-from tokenyard.router.workers import Worker
+from tokenyard.router.workers import HttpWorker
 from tokenyard.ui.files import HEADERS, ROUTER_PAGE, read_file
 
 PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -40,7 +40,7 @@ def check_key(request: ClientRequest, key: str) -> None:
 class Control:
     """Answers the requests that are for the router itself. docs/router.md lists the paths."""
 
-    def __init__(self, router: Dispatcher) -> None:
+    def __init__(self, router: DispatchDriver) -> None:
         self._router = router
         self._created_s = int(time.time())
 
@@ -53,9 +53,7 @@ class Control:
         """Answer it. Raises TokenyardError for an invalid request."""
         router, path = self._router, request.path
         if path == "/metrics":
-            text = router.metrics.exposition(
-                router.workers, router.index, waiting=len(router.queue), open_requests=len(router.exchanges)
-            )
+            text = router.metrics.exposition(router.machine, open_requests=len(router.exchanges))
             front.answer(200, text, [PROMETHEUS])
             return None
         if _is_page(request):
@@ -148,12 +146,11 @@ class Control:
             raise RouterError(409 if exists else 400, error.message, code="worker_refused", param="url") from None
         return 202, _describe(worker)
 
-    def _worker(self, request: ClientRequest, worker: Worker, verb: str) -> Answer:
+    def _worker(self, request: ClientRequest, worker: HttpWorker, verb: str) -> Answer:
         """One worker: GET describes it, DELETE removes it, POST drain and resume stop and start new requests to it."""
         router, method = self._router, request.method
         if verb and method == b"POST":
-            worker.draining = verb == "drain"
-            router.workers.changed()
+            router.drain_worker(worker, draining=verb == "drain")
         elif not verb and method == b"DELETE":
             router.remove_worker(worker)
         elif verb or method != b"GET":
@@ -164,7 +161,7 @@ class Control:
         """Send the request to all healthy workers; 200 if all of them succeed, else 502."""
         router = self._router
 
-        async def one(worker: Worker) -> dict[str, Any]:
+        async def one(worker: HttpWorker) -> dict[str, Any]:
             path, method = request.target.decode("latin-1"), request.method.decode()
             try:
                 status, _ = await ask(
@@ -216,7 +213,7 @@ def _wrong_method(request: ClientRequest) -> RouterError:
     return RouterError(405, f"this path does not take {request.method.decode()}", code="method_not_allowed")
 
 
-def _describe(worker: Worker) -> dict[str, Any]:
+def _describe(worker: HttpWorker) -> dict[str, Any]:
     return {
         "id": worker.name,
         "url": str(worker.url),
@@ -230,7 +227,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
     }
 
 
-def _loads(worker: Worker) -> list[dict[str, Any]]:
+def _loads(worker: HttpWorker) -> list[dict[str, Any]]:
     return [
         {
             "target": target.name,

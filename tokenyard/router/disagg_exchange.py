@@ -19,13 +19,13 @@ import orjson
 from typing_extensions import override
 
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientRequest, Headers
-from tokenyard.router.dispatch import Dispatcher
+from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.header_forwarding import RANK_HEADER, HeaderForwarding, with_fields
 from tokenyard.router.http1 import ResponseHead, request_head
 from tokenyard.router.proxy_exchange import RETRYABLE, Exchange
 from tokenyard.router.request_features import ParsedRequest
 from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
-from tokenyard.router.workers import DECODE, Target
+from tokenyard.router.workers import HttpTarget
 from tokenyard.routing.load import DispatchedRequest
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _ONE_TOKEN = {"stream": False, "max_tokens": 1, "kv_transfer_params": WANTED}
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "return_token_ids")
 
 
-def make_bootstrap_room(prefill: Target, decode: Target) -> int:
+def make_bootstrap_room(prefill: HttpTarget, decode: HttpTarget) -> int:
     """A random `bootstrap_room` that encodes the chosen ranks: modulo an engine's number of ranks it is the rank. If no
     room satisfies both engines, the prefill engine's rank wins.
     """
@@ -53,7 +53,7 @@ def make_bootstrap_room(prefill: Target, decode: Target) -> int:
     return room
 
 
-def bootstrap_fields(prefill: Target, decode: Target, prompts: int | None) -> dict[str, Any]:
+def bootstrap_fields(prefill: HttpTarget, decode: HttpTarget, prompts: int | None) -> dict[str, Any]:
     """The bootstrap fields of both halves: lists with an entry for each of `prompts`, plain values for None."""
     worker, rank = prefill.worker, prefill.rank or 0
     host, port = worker.url.host, next(iter(worker.bootstrap_ports[rank : rank + 1]), 0) or worker.bootstrap_port
@@ -63,7 +63,7 @@ def bootstrap_fields(prefill: Target, decode: Target, prompts: int | None) -> di
     return {"bootstrap_host": [host] * prompts, "bootstrap_port": [port] * prompts, "bootstrap_room": rooms}
 
 
-def rank_fields(prefill: Target, decode: Target) -> tuple[dict[str, int], dict[str, int]]:
+def rank_fields(prefill: HttpTarget, decode: HttpTarget) -> tuple[dict[str, int], dict[str, int]]:
     """The rank fields for the prefill engine and for the decode engine, under all names that SGLang has used.
 
     Its older releases and the patch that introduced `data_parallel_rank_decode` read the prefill rank from
@@ -99,8 +99,8 @@ class PrefillListener(Protocol):
 class PrefillRequest(ResponseReader):
     """The prefill half of a request, after its dispatch."""
 
-    def __init__(self, router: Dispatcher, target: Target, sent: DispatchedRequest, owner: PrefillListener) -> None:
-        self.target, self.sent = target, sent
+    def __init__(self, router: DispatchDriver, target: HttpTarget, owner: PrefillListener) -> None:
+        self.target = target
         self._router, self._owner = router, owner
         self._request = b""
         self._connection: UpstreamConnection | None = None
@@ -127,7 +127,6 @@ class PrefillRequest(ResponseReader):
         if self._connection is not None:
             self._connection.drop(self)
             self._connection = None
-        self.sent.end()
 
     def _connect(self) -> None:
         self._connecting = asyncio.get_running_loop().create_task(self._connected())
@@ -137,15 +136,11 @@ class PrefillRequest(ResponseReader):
             self._connection = await self.target.worker.pool.connect()
         except OSError as error:
             self._router.unreachable(self.target, refused=isinstance(error, ConnectionRefusedError))
-            self._fail("the prefill worker cannot be reached")
+            self._owner.prefill_failed("the prefill worker cannot be reached")
             return
         finally:
             self._connecting = None
         self._connection.send(self, self._request)
-
-    def _fail(self, why: str) -> None:
-        self.sent.end()
-        self._owner.prefill_failed(why)
 
     @override
     def on_head(self, head: ResponseHead) -> Body | None:
@@ -163,9 +158,6 @@ class PrefillRequest(ResponseReader):
             self._parts.append(data)
         if done:
             self._connection = None
-            self.sent.first_token(self._router.now())
-            self.sent.end()
-            self._router.capacity_freed()
             self._owner.prefilled(self._status, b"".join(self._parts))
 
     @override
@@ -175,7 +167,7 @@ class PrefillRequest(ResponseReader):
             self._connect()
             return
         self._router.connection_failed(self.target)
-        self._fail(why)
+        self._owner.prefill_failed(why)
 
 
 class DisaggExchange(Exchange):
@@ -183,56 +175,26 @@ class DisaggExchange(Exchange):
 
     def __init__(
         self,
-        router: Dispatcher,
+        router: DispatchDriver,
         passing: HeaderForwarding,
         front: ClientConnection,
         request: ClientRequest,
         parsed: ParsedRequest,
     ) -> None:
-        super().__init__(router, passing, front, request, parsed)
-        self._policy, self._rank = router.decode_policy, parsed.decode_rank
+        super().__init__(router, passing, front, request, parsed, disagg=True)
         self._leg: PrefillRequest | None = None
-        self._partner: Target | None = None
-        self._tried_partners: set[Target] = set()
         self._handed: dict[str, Any] = {}
-        self._alone = False
-
-    def _partners(self) -> list[Target]:
-        """Prefill targets that have capacity."""
-        parsed, router = self.parsed, self._router
-        found = router.workers.prefilling(parsed.model, parsed.prefill_rank, router.now())
-        return [target for target in found if not target.state.full]
 
     @override
-    def _eligible(self) -> list[Target]:
-        found = super()._eligible()
-        if self._started or self._partners():
-            return found
-        return [target for target in found if target.worker.role != DECODE or target.worker.computes_alone]
+    def dispatched(self) -> None:
+        self._handed = {}
+        self._leg = None if self.partner is None else PrefillRequest(self._router, self.partner, self)
+        super().dispatched()
 
     @override
-    def _count(self, target: Target) -> DispatchedRequest:
-        """Count the request at `target` and at the prefill target that computes its prompt."""
-        assert self._ranking is not None
-        router, reason = self._router, self._ranking.reason
-        self._partner, self._leg, self._handed = None, None, {}
-        partners = [] if self._started or self._alone or target.worker.role != DECODE else self._partners()
-        if not partners:
-            return super()._count(target)
-        fresh = [one for one in partners if one not in self._tried_partners]
-        if not fresh:
-            fresh, self._tried_partners = partners, set()
-        ranking = router.rank(self, fresh, router.prefill_policy)
-        partner = self._partner = fresh[ranking.order[0]]
-        self._tried_partners.add(partner)
-        sent = router.sent(self, partner, ranking.reason, router.prefill_policy)
-        self._leg = PrefillRequest(router, partner, sent, self)
-        return router.sent(self, target, reason, self._policy, prefills=False)
-
-    @override
-    def _go(self, target: Target) -> None:
+    def _go(self, target: HttpTarget) -> None:
         """Send both halves, or only the prefill half if decode needs its response."""
-        partner, leg, request, fields = self._partner, self._leg, self._request, self.parsed.fields
+        partner, leg, request, fields = self.partner, self._leg, self._request, self.parsed.fields
         if partner is None or leg is None:
             super()._go(target)
             return
@@ -252,20 +214,21 @@ class DisaggExchange(Exchange):
         super()._go(target)
 
     @override
-    def _extra_fields(self, target: Target) -> dict[str, Any]:
+    def _extra_fields(self, target: HttpTarget) -> dict[str, Any]:
         return super()._extra_fields(target) | ({} if self._started else self._handed)
 
     def prefilled(self, status: int, body: bytes) -> None:
         """The prefill engine computed or refused the prompt."""
         leg, self._leg = self._leg, None
-        target, partner = self.target, self._partner
-        if self._over or leg is None or target is None or partner is None:
+        target, partner, sent = self.target, self.partner, self.prefill
+        self._router.prefill_ended(self, computed=True)
+        if self.over or sent is None or leg is None or target is None or partner is None:
             return
         if status != 200:
             self._refused(status, body)
             return
         if partner.worker.by_params:
-            self._learn(body, leg.sent)
+            self._learn(body, sent)
             try:
                 params = orjson.loads(body).get("kv_transfer_params")
             except (orjson.JSONDecodeError, AttributeError):
@@ -277,8 +240,9 @@ class DisaggExchange(Exchange):
     def prefill_failed(self, why: str) -> None:
         """The prefill worker failed: let the decode worker compute the prompt if it can, or try another pair."""
         self._leg = None
-        target, partner = self.target, self._partner
-        if self._over or self._started or target is None or partner is None:
+        self._router.prefill_ended(self, computed=False)
+        target, partner = self.target, self.partner
+        if self.over or self._started or target is None or partner is None:
             return
         if partner.worker.by_params:
             log.warning("a prompt is computed where it is answered: %s", why)
@@ -289,7 +253,6 @@ class DisaggExchange(Exchange):
         # A Tokenyard decode engine already has the request, notices the failure, and computes the prompt.
 
     def _restart_prefill(self, why: str) -> None:
-        self._drop_upstream()
         self._head = None
         self._retry_elsewhere(why)
 
@@ -297,10 +260,10 @@ class DisaggExchange(Exchange):
         """The prefill worker refused the request. Another one would refuse it too, unless this one was only overloaded.
         A Tokenyard decode engine would wait for the KV, so it is asked to compute the prompt itself.
         """
-        assert self._partner is not None
+        assert self.partner is not None
         assert self.target is not None
-        if status in RETRYABLE and self.target.worker.computes_alone and not self._partner.worker.by_params:
-            self._alone = True
+        if status in RETRYABLE and self.target.worker.computes_alone and not self.partner.worker.by_params:
+            self.alone = True
             self._restart_prefill("the prefill worker is too busy")
         elif status in RETRYABLE:
             self.prefill_failed(f"the prefill worker answered {status}")
@@ -312,13 +275,13 @@ class DisaggExchange(Exchange):
     @override
     def _learn(self, tail: bytes, sent: DispatchedRequest) -> None:
         """Count only the prefill worker's cache hits: vLLM's decode engines also count the KV that they fetched."""
-        partner = self._partner
-        if partner is None or not partner.worker.by_params or sent is not self._sent:
+        partner = self.partner
+        if partner is None or not partner.worker.by_params or sent is not self.sent:
             super()._learn(tail, sent)
 
     @override
     def _explain(self) -> dict[str, Any]:
-        return super()._explain() | ({} if self._partner is None else {"prefill": self._partner.name})
+        return super()._explain() | ({} if self.partner is None else {"prefill": self.partner.name})
 
     @override
     def _drop_upstream(self) -> None:
@@ -329,9 +292,9 @@ class DisaggExchange(Exchange):
         self._drop_leg()
 
     @override
-    def _give_back(self) -> None:
+    def _close(self) -> None:
         self._drop_leg()
-        super()._give_back()
+        super()._close()
 
     def _drop_leg(self) -> None:
         leg, self._leg = self._leg, None

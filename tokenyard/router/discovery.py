@@ -14,10 +14,10 @@ from urllib.parse import quote
 import aiohttp
 
 from tokenyard.base import ConfigError
-from tokenyard.router.dispatch import Dispatcher
+from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.worker_connection import WorkerUrl
-from tokenyard.router.workers import DECODE, PREFILL
+from tokenyard.routing.workers import DECODE, PREFILL
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ ROLE_LABEL = "llm-d.ai/role"
 """Label of pods that only prefill or only decode, as in llm-d."""
 
 DiscoveredWorker = tuple[str, str]
-"""A worker's URL and its role (see `workers.Worker`)."""
+"""A worker's URL and its role (see `routing.workers.Worker`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscoverySource:
     """A source of workers.
 
-    name: recorded as `Worker.source`.
+    name: recorded as `HttpWorker.source`.
     discover: returns all current workers. If it raises OSError, ValueError or ClientError, no worker changes.
     """
 
@@ -46,7 +46,7 @@ class DiscoverySource:
 class Discovery:
     """Keeps the router's workers of one source up to date. Workers of other sources are not changed."""
 
-    def __init__(self, router: Dispatcher, source: DiscoverySource) -> None:
+    def __init__(self, router: DispatchDriver, source: DiscoverySource) -> None:
         self._router, self._source = router, source
 
     async def run(self) -> None:

@@ -5,6 +5,7 @@ from http import HTTPStatus
 import orjson
 
 from tokenyard.base import InvalidRequestError, TokenyardError
+from tokenyard.routing.dispatch import DEADLINE, NO_WORKER, QUEUE_FULL, QUEUE_TIMEOUT, WORKER_FAILED
 
 RETRY_AFTER_S = 1
 ANTHROPIC_PATH, RESPONSES_PATH, OLLAMA_PATH = "/v1/messages", "/v1/responses", "/api/"
@@ -18,12 +19,28 @@ _TYPES = {
 _ANTHROPIC_TYPES = {500: "api_error", 502: "api_error", 503: "overloaded_error", 504: "api_error"}
 
 
+_REFUSALS = {
+    NO_WORKER: (503, "there is no worker; try again later"),
+    QUEUE_FULL: (429, "the queue is full; try again later"),
+    QUEUE_TIMEOUT: (503, "the request was queued and no worker had capacity; try again later"),
+    DEADLINE: (503, "the request was queued and its deadline passed; try again later"),
+    WORKER_FAILED: (502, "the worker failed in the middle of the answer"),
+}
+"""HTTP status and message for each cause of the dispatch machine."""
+
+
 class RouterError(TokenyardError):
     """An error of the router. status: its HTTP status."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
         self.status = status
+
+
+def refusal(cause: str) -> RouterError:
+    """The error for a request that the dispatch machine refused."""
+    status, what = _REFUSALS[cause]
+    return RouterError(status, what, code=cause)
 
 
 def status_of(error: TokenyardError) -> int:

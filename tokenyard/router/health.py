@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -11,12 +12,9 @@ from typing_extensions import override
 from tokenyard.router.http1 import HOP_BY_HOP, ResponseHead, request_head
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
-from tokenyard.router.workers import Worker, Workers
+from tokenyard.router.workers import HttpWorker, HttpWorkers
 
 log = logging.getLogger(__name__)
-
-FIRST_CHECK_S = 0.5
-"""Maximum seconds between two checks of a worker that has not started yet or has just failed a check."""
 
 MAX_RESPONSE_BYTES = 8 << 20
 MAX_MODELS = 1000
@@ -52,7 +50,7 @@ class _BufferedReader(ResponseReader):
 
 
 async def ask(
-    worker: Worker,
+    worker: HttpWorker,
     path: str,
     timeout_s: float,
     *,
@@ -78,25 +76,32 @@ async def ask(
 class HealthChecker:
     """Checks each worker in its own task, periodically and immediately after a failed request."""
 
-    def __init__(self, settings: RouterSettings, workers: Workers, headers: list[tuple[bytes, bytes]]) -> None:
-        self._settings, self._workers = settings, workers
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: HttpWorkers,
+        headers: list[tuple[bytes, bytes]],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called after each probe, as it may have changed workers or their capacity."""
+        self._settings, self._workers, self._on_change = settings, workers, on_change
         self._headers = [header for header in headers if header[0] not in HOP_BY_HOP]
-        self._tasks: dict[Worker, asyncio.Task[None]] = {}
-        self._wake: dict[Worker, asyncio.Event] = {}
+        self._tasks: dict[HttpWorker, asyncio.Task[None]] = {}
+        self._wake: dict[HttpWorker, asyncio.Event] = {}
 
-    def watch(self, worker: Worker) -> None:
+    def watch(self, worker: HttpWorker) -> None:
         """Start checking a worker."""
         self._wake[worker] = asyncio.Event()
         self._tasks[worker] = asyncio.get_running_loop().create_task(self._follow(worker))
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: HttpWorker) -> None:
         """Stop checking a worker."""
         self._wake.pop(worker, None)
         task = self._tasks.pop(worker, None)
         if task is not None:
             task.cancel()
 
-    def check_now(self, worker: Worker) -> None:
+    def check_now(self, worker: HttpWorker) -> None:
         """A request has failed at the worker: check it now."""
         event = self._wake.get(worker)
         if event is not None:
@@ -107,47 +112,37 @@ class HealthChecker:
         for worker in list(self._tasks):
             self.leave(worker)
 
-    async def _follow(self, worker: Worker) -> None:
-        good = bad = 0
+    async def _follow(self, worker: HttpWorker) -> None:
+        event = self._wake[worker]
         while True:
             try:
                 wrong = await self._check_worker(worker)
             except Exception:
                 log.exception("health check of worker %s failed", worker.name)
                 wrong = "the health check failed with an internal error"
-            good, bad = (0, bad + 1) if wrong else (good + 1, 0)
-            self._update_health(worker, good, bad, wrong)
-            await self._pause(worker, fast=worker.healthy is not True or bad > 0)
+            self._update_health(worker, wrong)
+            self._on_change()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), self._workers.probe_interval_s(worker))
+            event.clear()
 
-    def _update_health(self, worker: Worker, good: int, bad: int, wrong: str) -> None:
-        settings = self._settings
-        if good and (worker.healthy is None or good >= settings.health_success_threshold):
-            if not worker.healthy:
-                log.info("worker %s (%s) is healthy", worker.name, worker.url)
-            self._workers.set_healthy(worker, True)
-        elif bad >= settings.health_failure_threshold and worker.healthy:
+    def _update_health(self, worker: HttpWorker, wrong: str) -> None:
+        before = worker.healthy
+        self._workers.probed(worker, success=not wrong)
+        if worker.healthy and not before:
+            log.info("worker %s (%s) is healthy", worker.name, worker.url)
+        elif before and not worker.healthy:
             log.warning("worker %s (%s) is unhealthy: %s", worker.name, worker.url, wrong)
-            self._workers.set_healthy(worker, False)
-        elif bad == settings.health_failure_threshold and worker.healthy is None:
+        elif worker.healthy is None and worker.bad_probes == self._settings.health_failure_threshold:
             log.warning("worker %s (%s) does not respond yet: %s", worker.name, worker.url, wrong)
 
-    async def _pause(self, worker: Worker, *, fast: bool) -> None:
-        most_s = self._settings.health_check_interval_secs
-        event = self._wake[worker]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), min(most_s, FIRST_CHECK_S) if fast else most_s)
-        event.clear()
-
-    async def _check_worker(self, worker: Worker) -> str:
+    async def _check_worker(self, worker: HttpWorker) -> str:
         """Why the worker is unhealthy, "" if it is healthy. Updates its models, ranks and identity."""
         path = self._settings.health_check_endpoint
         try:
             status, _ = await self._ask(worker, path)
         except ConnectionRefusedError:
-            # No process listens: the next one starts with an empty cache.
-            if worker.healthy:
-                self._workers.set_healthy(worker, False)
-                self._workers.restarted(worker)
+            self._workers.down(worker)
             return "connection refused"
         except OSError as error:
             return _reason(error)
@@ -160,17 +155,17 @@ class HealthChecker:
             lists_models = await self._learn(worker)
         except OSError as error:
             return _reason(error)
-        if worker.closed:
+        if worker.refuses:
             return "it was removed"
         return "" if status == 200 or lists_models else f"it has neither {path} nor /v1/models"
 
-    async def _learn(self, worker: Worker) -> bool:
+    async def _learn(self, worker: HttpWorker) -> bool:
         """Read models, ranks and identity of a worker; returns whether it lists its models."""
         status, body = await self._ask(worker, "/v1/models")
         cards = _object(body).get("data") if status == 200 else None
         if isinstance(cards, list):
             known = [card for card in cards[:MAX_MODELS] if isinstance(card, dict) and isinstance(card.get("id"), str)]
-            self._workers.set_models(worker, known)
+            self._workers.set_cards(worker, known)
         for path in INFO_PATHS:
             status, body = await self._ask(worker, path)
             if status == 200:
@@ -178,7 +173,7 @@ class HealthChecker:
                 break
         return isinstance(cards, list)
 
-    async def _ask(self, worker: Worker, path: str) -> tuple[int, bytes]:
+    async def _ask(self, worker: HttpWorker, path: str) -> tuple[int, bytes]:
         return await ask(worker, path, self._settings.health_check_timeout_secs, headers=self._headers)
 
 

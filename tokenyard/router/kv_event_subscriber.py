@@ -15,8 +15,8 @@ import zmq
 import zmq.asyncio
 
 from tokenyard.base import ConfigError
-from tokenyard.router.dispatch import Dispatcher
-from tokenyard.router.workers import Target
+from tokenyard.router.dispatch_driver import DispatchDriver
+from tokenyard.router.workers import HttpTarget
 from tokenyard.routing.prefix_index import BlockHashTranslator, PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ class KvEventSubscriptions:
     `replay`: the endpoint of the replay sockets; "" for none.
     """
 
-    def __init__(self, router: Dispatcher, pattern: str, replay: str = "") -> None:
+    def __init__(self, router: DispatchDriver, pattern: str, replay: str = "") -> None:
         """Raises ConfigError for a pattern that is not tcp or has no port."""
         self._router, self._pattern, self._replay = router, pattern, replay
         for flag, given in (("--kv-events", pattern), ("--kv-events-replay", replay or pattern)):
             head, _, port = given.rpartition(":")
             if not port.isdigit() or not head.startswith("tcp://"):
                 raise ConfigError(f"{flag} is {given!r}; give an endpoint such as tcp://{{host}}:5557")
-        self._tasks: dict[Target, asyncio.Task[None]] = {}
+        self._tasks: dict[HttpTarget, asyncio.Task[None]] = {}
         self.gaps = 0
 
     async def run(self) -> None:
@@ -61,14 +61,14 @@ class KvEventSubscriptions:
                 task.cancel()
             context.destroy(linger=0)
 
-    def endpoint(self, target: Target, pattern: str = "") -> str:
+    def endpoint(self, target: HttpTarget, pattern: str = "") -> str:
         """The endpoint of a target by `pattern`, by default the one it publishes on."""
         host = target.worker.url.host
         head, _, port = (pattern or self._pattern).rpartition(":")
         head = head.replace("{host}", f"[{host}]" if ":" in host else host)
         return f"{head}:{int(port) + (target.rank or 0)}"
 
-    async def _follow(self, context: "zmq.asyncio.Context", target: Target) -> None:
+    async def _follow(self, context: "zmq.asyncio.Context", target: HttpTarget) -> None:
         subscription = context.socket(zmq.SUB)
         subscription.setsockopt(zmq.RCVHWM, HIGH_WATER)
         subscription.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -90,7 +90,7 @@ class KvEventSubscriptions:
             subscription.close(linger=0)
 
     async def _replay_missed(
-        self, context: "zmq.asyncio.Context", target: Target, follower: "KvEventSubscriber", since: int
+        self, context: "zmq.asyncio.Context", target: HttpTarget, follower: "KvEventSubscriber", since: int
     ) -> None:
         """Replay the events from number `since` on, if there is a replay endpoint."""
         if not self._replay:

@@ -19,7 +19,7 @@ from tokenyard.router.proxy import Router
 from tokenyard.router.request_features import Tokenize
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.worker_connection import WorkerUrl
-from tokenyard.router.workers import DECODE, PREFILL
+from tokenyard.routing.workers import DECODE, PREFILL
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from tokenyard.base import TokenyardError
 from tokenyard.router.admin_routes import Control, check_key
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.disagg_exchange import DISAGG_PATHS, DisaggExchange
-from tokenyard.router.dispatch import Dispatcher
+from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.errors import RouterError
 from tokenyard.router.header_forwarding import RANK_HEADER, ROUTE_HEADER, HeaderForwarding
 from tokenyard.router.proxy_exchange import Exchange
@@ -25,8 +25,8 @@ MAX_HOPS = 8
 MAX_REQUEST_ID_CHARS = 128
 
 
-class Router(Dispatcher):
-    """A dispatcher with client connections."""
+class Router(DispatchDriver):
+    """A dispatch driver with client connections."""
 
     def __init__(self, settings: RouterSettings, tokenize: Tokenize | None = None) -> None:
         super().__init__(settings)
@@ -90,7 +90,6 @@ class Router(Dispatcher):
         kind = DisaggExchange if self.workers.has_disagg_workers and request.path in DISAGG_PATHS else Exchange
         exchange = kind(self, self._passing, front, request, parsed)
         self.arrived(exchange)
-        exchange.start()
         return exchange
 
     def _parsed(self, request: ClientRequest) -> ParsedRequest:

@@ -1,4 +1,4 @@
-"""Proxies one request: chooses a target, sends the request, retries it, and forwards the response.
+"""Proxies one request: sends it to the target that the dispatch machine chose, and forwards the response.
 
 The hot path does not await: callbacks of the two connections drive it. Until a byte has gone to the client, a failure
 leads to a retry on another target. After that, an interrupted stream is continued on another worker if possible, and
@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 from typing_extensions import override
 
-from tokenyard.base import TokenyardError
+from tokenyard.base import NS_PER_S, TokenyardError
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest, Headers
-from tokenyard.router.dispatch import Dispatcher, PendingRequest
+from tokenyard.router.dispatch_driver import DispatchDriver, OpenRequest
 from tokenyard.router.errors import RouterError, error_event
 from tokenyard.router.header_forwarding import DEBUG_HEADER, RANK_HEADER, HeaderForwarding, with_fields
 from tokenyard.router.http1 import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
@@ -29,10 +29,8 @@ from tokenyard.router.stream_continuation import (
     continuation_mode,
 )
 from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
-from tokenyard.router.workers import Target
+from tokenyard.router.workers import HttpTarget
 from tokenyard.routing.load import DispatchedRequest
-from tokenyard.routing.policies import Ranking, RequestFeatures
-from tokenyard.routing.queue import QueueEntry
 
 log = logging.getLogger(__name__)
 
@@ -44,73 +42,42 @@ _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 
 
-class Exchange(ClientHandler, ResponseReader, PendingRequest):
+class Exchange(OpenRequest, ClientHandler, ResponseReader):
     """A request and its response: the `ClientHandler` of its client and the `ResponseReader` of its worker."""
 
     def __init__(
         self,
-        router: Dispatcher,
+        router: DispatchDriver,
         passing: HeaderForwarding,
         front: ClientConnection,
         request: ClientRequest,
         parsed: ParsedRequest,
+        *,
+        disagg: bool = False,
     ) -> None:
-        self._router, self._front, self._request, self.parsed = router, front, request, parsed
+        super().__init__(parsed, disagg=disagg)
+        self._router, self._front, self._request = router, front, request
         self._passing = passing
-        self._policy, self._rank = router.policy, parsed.rank
         self.began_s = router.now()
-        self.matched: dict[Target, int] = {}
-        self.features: RequestFeatures | None = None
         self._pieces, self._seen_pieces, self._quiet_since_s = 0, 0, self.began_s
-        self.waiting: QueueEntry[PendingRequest] | None = None
-        self.target: Target | None = None
-        self._sent: DispatchedRequest | None = None
         self._upstream: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._tried: set[Target] = set()
-        self._tries = 0
-        self._ranking: Ranking | None = None
-        self._ranked: list[Target] = []
         self._head: ResponseHead | None = None
-        self._started = self._over = False
+        self._started = False
         self._resumed: Continuation | None = None
         self._follows = False
         self._failures = 0
-        self._interrupted_s: float | None = None
         self._before = self._last = b""
 
     # The request.
 
-    def start(self) -> None:
-        """Send the request to a target, or queue it."""
-        if self._started:
-            self._continue_elsewhere()
-            return
-        router, fresh = self._router, self._targets_with_capacity()
-        if fresh and not router.queue:
-            self._dispatch(fresh)
-            return
-        if not len(router.workers):
-            self.abort(RouterError(503, "there is no worker; try again later", code="no_worker"))
-            return
-        router.enqueue(self)
-        if fresh:
-            router.capacity_freed()
+    @override
+    def dispatched(self) -> None:
+        """Send it to its `target`."""
+        assert self.target is not None
+        self._go(self.target)
 
-    def fits(self) -> bool:
-        """Whether a target has capacity for it now."""
-        return bool(self._targets_with_capacity())
-
-    def dequeued(self) -> None:
-        """It left the queue: dispatch it."""
-        self.waiting = None
-        fresh = self._targets_with_capacity() or self._eligible()
-        if fresh:
-            self._dispatch(fresh)
-        else:
-            self.abort(RouterError(503, "no worker can take this request; try again later", code="no_worker"))
-
+    @override
     def abort(self, error: TokenyardError) -> None:
         """End the request with `error` in any state: as the response, or as the end of the stream."""
         self._drop_upstream()
@@ -119,55 +86,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         else:
             self._fail(error)
 
-    def _continue_elsewhere(self) -> None:
-        """Send an interrupted stream to a worker. It does not queue again: a worker without capacity gets it too, as it
-        can refuse it. Until `queue_timeout_secs` after the interruption it is tried again.
-        """
-        fresh = self._targets_with_capacity() or self._eligible()
-        if fresh:
-            self._dispatch(fresh)
-        else:
-            self._retry_continuation("no worker can continue it")
-
-    def _eligible(self) -> list[Target]:
-        found = self._router.workers.eligible(self.parsed.model, self._rank, self._router.now())
-        if self._started and self._resumed is not None:
-            found = [target for target in found if target.worker.continues == self._resumed.way]
-        return found
-
-    def _targets_with_capacity(self) -> list[Target]:
-        """Targets that have capacity for it now."""
-        priority = self.parsed.priority
-        return [t for t in self._eligible() if not 0 < t.state.room <= t.state.requests or t.has_capacity(priority)]
-
-    def _dispatch(self, fresh: list[Target]) -> None:
-        """Send it to the best of the targets `fresh`; to one that failed before only if all have."""
-        if self._tried:
-            untried = [target for target in fresh if target not in self._tried]
-            if not untried:
-                self._tried.clear()
-            fresh = untried or fresh
-        self._ranking, self._ranked = self._router.rank(self, fresh, self._policy), fresh
-        self._send(fresh[self._ranking.order[0]])
-
-    def _send(self, target: Target) -> None:
-        """Count the request and send it to `target`."""
-        self.target = target
-        self._tried.add(target)
-        self._tries += 1
-        target.levels[self.parsed.priority] += 1
-        self._sent = self._count(target)
-        self._go(target)
-
-    def _count(self, target: Target) -> DispatchedRequest:
-        """Count the request at `target`."""
-        assert self._ranking is not None
-        sent = self._router.sent(self, target, self._ranking.reason, self._policy)
-        if not self.parsed.stream:
-            self._router.prefills(sent)
-        return sent
-
-    def _go(self, target: Target) -> None:
+    def _go(self, target: HttpTarget) -> None:
         """Send it, on an idle connection if there is one."""
         connection = target.worker.pool.take()
         if connection is None:
@@ -175,7 +94,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         else:
             self._write(connection, target)
 
-    async def _connect(self, target: Target) -> None:
+    async def _connect(self, target: HttpTarget) -> None:
         try:
             connection = await target.worker.pool.connect()
         except OSError as error:
@@ -184,12 +103,12 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             self._retry_elsewhere("the worker cannot be reached")
             return
         self._connecting = None
-        if self._over:
+        if self.over:
             target.worker.pool.put(connection)
         else:
             self._write(connection, target)
 
-    def _write(self, connection: UpstreamConnection, target: Target) -> None:
+    def _write(self, connection: UpstreamConnection, target: HttpTarget) -> None:
         self._upstream = connection
         body, headers, path = self._request.body, self._passing.headers(self._request), self._request.target
         extra = self._extra_fields(target)
@@ -200,12 +119,10 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         if target.rank is not None:
             headers.append((RANK_HEADER, b"%d" % target.rank))
         body = with_fields(body, extra, self.parsed.fields) if extra else body
-        path_prefix, authority = target.worker.address
-        connection.send(
-            self, request_head(self._request.method, path_prefix + path, authority, headers, len(body)) + body
-        )
+        path_prefix, host = target.worker.path_and_host
+        connection.send(self, request_head(self._request.method, path_prefix + path, host, headers, len(body)) + body)
 
-    def _extra_fields(self, target: Target) -> dict[str, Any]:
+    def _extra_fields(self, target: HttpTarget) -> dict[str, Any]:
         """Fields to add to the client's body: the rank, and the request for token ids."""
         extra: dict[str, Any] = {} if target.rank is None else {"data_parallel_rank": target.rank}
         if not self._started:
@@ -236,24 +153,24 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             else:
                 self._lost("the worker does not continue the stream")
             return None
-        if head.status in RETRYABLE and self._may_retry():
+        if head.status in RETRYABLE and router.machine.may_retry(self):
             router.refused(target, head.status)
             self._drop_upstream()
-            self._retry()
+            router.retry(self)
             return None
         router.answered(target, head.status)
         self._follows = follows and self._resumed is not None
         if not self._started:
             self._head = head
-        elif self._sent is not None:
-            self._sent.first_token(router.now())
+        else:
+            router.machine.first_token(self, router.now_ns())
         unpack = self._request.http10 or self._follows
         return body_of(head, unpack=unpack, empty=self._request.method == b"HEAD")
 
     @override
     def on_body(self, data: bytes, done: bool) -> None:
         self._pieces += 1
-        self._interrupted_s = None
+        self.interrupted_ns = None
         if self._follows:
             data, done = self._followed(data, done)
         if self._started:
@@ -300,7 +217,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
 
     def _lost(self, why: str) -> None:
         """The worker will not finish its response: continue it elsewhere, retry it, or report an error."""
-        if self._over:
+        if self.over:
             return
         if not self._started:
             self._head = None
@@ -314,18 +231,14 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             return
         log.warning("a stream continues at another worker after %d tokens: %s", len(continuation.tokens), why)
         self._failures += 1
-        if self._interrupted_s is None:
-            self._interrupted_s = self._router.now()
         continuation.resume_stream()
-        self._router.metrics.continued += 1
-        self._give_back()
-        self.start()
+        self._drop_upstream()
+        self._router.resume(self, continuation.way)
 
     def _retry_continuation(self, why: str) -> None:
         """An interrupted stream was refused, or its worker cannot be reached: try again, or end it with an error."""
-        now, since_s = self._router.now(), self._interrupted_s
-        if since_s is not None and now - since_s < self._router.settings.queue_timeout_secs:
-            self._retry()
+        if self._router.may_resume(self):
+            self._router.retry(self)
         else:
             self._break_off(why)
 
@@ -337,13 +250,12 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         """The first bytes of the body have arrived: begin the response."""
         if not data and not done:
             return
-        head, sent = self._head, self._sent
+        head, router = self._head, self._router
         assert head is not None
-        assert sent is not None
         if self.parsed.stream and head.status == 200:
-            now = self._router.now()
-            sent.first_token(now)
-            self._router.metrics.first_byte(now - self.began_s)
+            now = router.now_ns()
+            router.machine.first_token(self, now)
+            router.metrics.first_byte((now - self.arrived_ns) / NS_PER_S)
         self._started = True
         self._last = data
         self._front.begin(b"HTTP/1.1 %d %b" % (head.status, head.reason), self._answer_headers(head), data)
@@ -362,7 +274,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
     def _finish(self) -> None:
         """The response is complete and succeeded."""
         tail = (self._before + self._last)[-TAIL_BYTES:]
-        sent, self._upstream = self._sent, None
+        sent, self._upstream = self.sent, None
         assert sent is not None
         self._learn(tail, sent)
         self._close()
@@ -371,43 +283,23 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
     def _learn(self, tail: bytes, sent: DispatchedRequest) -> None:
         """Learn the prompt's length and cached tokens from the end of the response to `sent`."""
         cached, prompt = _last_number(_CACHED, tail), _last_number(_PROMPT, tail)
-        self._router.finished(self, sent, prompt, cached)
+        self._router.learn(self.parsed, sent, prompt, cached)
 
     # Failures.
 
-    def _may_retry(self) -> bool:
-        return self._tries <= self._router.settings.max_retries and self._router.may_retry()
-
     def _retry_elsewhere(self, why: str) -> None:
         """The target failed before it responded."""
-        if self._over:
+        if self.over:
             return
+        self._drop_upstream()
         if self._started:
             self._retry_continuation(why)
             return
-        if self._may_retry():
-            self._retry()
+        if self._router.machine.may_retry(self):
+            self._router.retry(self)
             return
-        log.warning("a request failed after %d tries: %s", self._tries, why)
+        log.warning("a request failed after %d tries: %s", self.tries, why)
         self.abort(RouterError(502, "no worker could answer this request; try again later", code="worker_failed"))
-
-    def _retry(self) -> None:
-        """Retry on another target immediately, or after a delay on one that was tried already."""
-        self._give_back()
-        self._router.metrics.retries += 1
-        if any(target not in self._tried and not target.state.full for target in self._eligible()):
-            self.restart()
-            return
-        settings = self._router.settings
-        doublings = min(self._tries, 16)
-        wait_ms = min(settings.initial_backoff_ms * 1.5**doublings, settings.max_backoff_ms)
-        self._timer = asyncio.get_running_loop().call_later(wait_ms / 1e3, self.restart)
-
-    def restart(self) -> None:
-        """Dispatch the request again."""
-        self._timer = None
-        if not self._over:
-            self.start()
 
     def _fail(self, error: TokenyardError) -> None:
         """Respond with an error of the router. Nothing has been sent to the client yet."""
@@ -432,7 +324,7 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
 
     @override
     def client_gone(self) -> None:
-        if not self._over:
+        if not self.over:
             self._router.metrics.gone += 1
             self._drop_upstream()
             self._close()
@@ -452,55 +344,36 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
         if connection is not None:
             connection.drop(self)
 
-    def _give_back(self) -> None:
-        """Stop counting the request at its target."""
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            assert self.target is not None
-            levels, priority = self.target.levels, self.parsed.priority
-            levels[priority] -= 1
-            if not levels[priority]:
-                del levels[priority]
-            sent.end()
-            self._router.capacity_freed()
-
     def _close(self) -> None:
         """Release everything that the request holds, however it ended."""
-        if self._over:
+        if self.over:
             return
-        self._over = True
         if self._connecting is not None:
             self._connecting.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-        if self.waiting is not None:
-            self._router.queue.remove(self.waiting)
-            self.waiting = None
-        self._router.exchanges.discard(self)
-        self._give_back()
+        self._router.ended(self)
 
     def _explain(self) -> dict[str, Any]:
         """Why this target was chosen, with all scores, under names that clients may see."""
-        ranking, target = self._ranking, self.target
-        assert ranking is not None
-        assert target is not None
+        choice = self.choice
+        assert choice is not None
         return {
-            "target": target.name,
-            "policy": self._policy.name,
-            "reason": ranking.reason,
-            "tries": self._tries,
+            "target": choice.target.name,
+            "policy": self._router.machine.policy_for(self).name,
+            "reason": choice.ranking.reason,
+            "tries": self.tries,
             "tokens": self.parsed.tokens,
-            "scores": {t.name: round(s, 6) for t, s in zip(self._ranked, ranking.scores, strict=True)},
-            "in_flight": {t.name: t.state.requests for t in self._ranked},
+            "scores": {t.name: round(s, 6) for t, s in zip(choice.ranked, choice.ranking.scores, strict=True)},
+            "in_flight": {t.name: t.state.requests for t in choice.ranked},
         }
 
+    @override
     def check_time(self, now_s: float) -> None:
         """Abort or continue a response that takes too long, or whose worker has stalled."""
         settings = self._router.settings
         if now_s - self.began_s > settings.request_timeout_secs:
             self.abort(RouterError(504, "the answer took too long", code="timeout"))
             return
-        if self._pieces != self._seen_pieces or self._front.paused or self._sent is None:
+        if self._pieces != self._seen_pieces or self._front.paused or self.sent is None:
             self._seen_pieces, self._quiet_since_s = self._pieces, now_s
         elif now_s - self._quiet_since_s > self._silence_timeout_s():
             assert self.target is not None
@@ -523,12 +396,6 @@ class Exchange(ClientHandler, ResponseReader, PendingRequest):
             if not self._started or (continuation is not None and continuation.can_resume(worker.context_length)):
                 return settings.health_check_timeout_secs
         return most_s or math.inf
-
-    @property
-    def expires_s(self) -> float:
-        """When it leaves the queue with an error, in seconds of the loop's clock."""
-        deadline = math.inf if self.parsed.deadline_ms is None else self.began_s + self.parsed.deadline_ms / 1e3
-        return min(deadline, self.began_s + self._router.settings.queue_timeout_secs)
 
 
 def _last_number(pattern: re.Pattern[bytes], data: bytes) -> int | None:

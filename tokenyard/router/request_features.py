@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tokenyard.base import Int32Array, InvalidRequestError
+from tokenyard.base import NS_PER_MS, Int32Array, InvalidRequestError
 from tokenyard.base.blocks import root_digest
+from tokenyard.routing.dispatch import RequestFacts
 from tokenyard.routing.policies import KEY_BYTES, prefix_key
 from tokenyard.routing.prefix_index import Prompt, text_prompt, token_prompt
 
@@ -33,45 +34,20 @@ _RARE = frozenset(
 _ODD = frozenset((*BEFORE, "messages"))
 PRIORITY_WORDS = {"low": -1, "flex": -1, "normal": 0, "default": 0, "auto": 0, "high": 1, "priority": 1}
 MAX_PRIORITY = 1 << 31
+MAX_DEADLINE_MS = 1e12
 
 Tokenize = Callable[[Mapping[str, Any]], Int32Array | None]
 """The token ids of a request's prompt, None where they are unknown."""
 
 
 @dataclass(slots=True)
-class ParsedRequest:
-    """A request as the router sees it.
-
-    fields: the body.
-    prompt: the prompt as blocks.
-    tokens: prompt tokens, estimated from the text unless `counted`.
-    counted: whether `tokens` is exact.
-    model: the model or adapter that the client names.
-    stream: whether the client wants a stream.
-    priority: higher is more urgent.
-    tenant: whose request it is, for fair queueing.
-    session: requests of one session go to one target.
-    deadline_ms: the client's deadline, None for none.
-    rank: the data-parallel rank that the client asks for, None for any.
-    prefill_rank: the same for the prefill engine under PD disaggregation.
-    decode_rank: the same for the decode engine under PD disaggregation.
-    key: hash of the prompt's beginning, the same in every process (see `RequestFeatures`).
-    """
+class ParsedRequest(RequestFacts):
+    """A request as the router sees it."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    prompt: Prompt = field(default_factory=Prompt)
-    tokens: int = 1
+    """The body."""
     counted: bool = False
-    model: str = ""
-    stream: bool = False
-    priority: int = 0
-    tenant: str = ""
-    session: str = ""
-    deadline_ms: float | None = None
-    rank: int | None = None
-    prefill_rank: int | None = None
-    decode_rank: int | None = None
-    key: int = 0
+    """Whether `tokens` is exact, not estimated from the text."""
 
 
 def parse_body(
@@ -96,7 +72,9 @@ def parse_body(
     if not isinstance(fields, dict):
         raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
     model = fields.get("model")
-    parsed = ParsedRequest(fields, model=model if isinstance(model, str) else "", stream=fields.get("stream") is True)
+    parsed = ParsedRequest(
+        fields=fields, model=model if isinstance(model, str) else "", stream=fields.get("stream") is True
+    )
     if not fields.keys().isdisjoint(_RARE):
         _read_rare(parsed, fields)
     salts = _salts(fields, adapters)
@@ -121,7 +99,8 @@ def _read_rare(parsed: ParsedRequest, fields: Mapping[str, Any]) -> None:
     tenant = get("tenant") or get("user")
     parsed.priority = _priority(get("priority", get("service_tier")))
     parsed.tenant = tenant if isinstance(tenant, str) else ""
-    parsed.deadline_ms = _positive(get("deadline_ms"))
+    deadline_ms = _positive(get("deadline_ms"))
+    parsed.deadline_ns = None if deadline_ms is None else round(min(deadline_ms, MAX_DEADLINE_MS) * NS_PER_MS)
     parsed.rank = _rank(fields, RANK_FIELDS)
     parsed.prefill_rank = _rank(fields, PREFILL_RANK_FIELDS)
     parsed.decode_rank = _rank(fields, DECODE_RANK_FIELDS)

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from tokenyard.router.workers import Workers
+from tokenyard.routing.dispatch import Dispatcher
 from tokenyard.routing.policies import REASONS
 from tokenyard.routing.prefix_index import PrefixIndex
+from tokenyard.routing.workers import Workers
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STATES = ("starting", "healthy", "unhealthy", "draining")
@@ -23,7 +25,6 @@ class RouterMetrics:
     gone: requests whose client disconnected.
     retries: further attempts of requests.
     continued: streams that continued at another worker.
-    queued: requests that waited in the queue.
     reported_tokens: prompt tokens of responses that report their cached tokens.
     predicted_tokens: how many of them the router predicted to be cached.
     cached_tokens: how many of them were cached.
@@ -40,7 +41,6 @@ class RouterMetrics:
     gone: int = 0
     retries: int = 0
     continued: int = 0
-    queued: int = 0
     predicted_tokens: int = 0
     cached_tokens: int = 0
     reported_tokens: int = 0
@@ -62,15 +62,15 @@ class RouterMetrics:
         self.ttft_counts[place] += 1
         self.ttft_sum_s += seconds
 
-    def exposition(self, workers: Workers, index: PrefixIndex, *, waiting: int, open_requests: int) -> bytes:
+    def exposition(self, machine: Dispatcher[Any, Any], *, open_requests: int) -> bytes:
         """All metrics as Prometheus text."""
-        lines = _Exposition()
+        lines, workers, index = _Exposition(), machine.workers, machine.index
         counters: tuple[tuple[str, str, float], ...] = (
             ("requests_total", "requests received", self.requests),
             ("client_gone_total", "requests whose client disconnected", self.gone),
             ("retries_total", "further attempts of requests", self.retries),
             ("continued_total", "streams that continued at another worker", self.continued),
-            ("queued_total", "requests that waited in the queue", self.queued),
+            ("queued_total", "requests that waited in the queue", machine.queued),
             ("predicted_cached_tokens_total", "prompt tokens predicted to be cached", self.predicted_tokens),
             ("cached_tokens_total", "prompt tokens that responses report as cached", self.cached_tokens),
             (
@@ -82,7 +82,7 @@ class RouterMetrics:
             ("index_evicted_blocks_total", "blocks evicted from the prefix index", index.evicted),
         )
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("queue_requests", "requests in the queue", waiting),
+            ("queue_requests", "requests in the queue", len(machine.queue)),
             ("open_requests", "requests that have not ended", open_requests),
             ("index_bytes", "memory of the prefix index", index.bytes),
             ("load_imbalance", "requests of the busiest target divided by the mean", _imbalance(workers)),
@@ -99,7 +99,7 @@ class RouterMetrics:
         lines.histogram("ttft_seconds", "request to first byte of streams", self.ttft_counts, self.ttft_sum_s)
         return lines.text()
 
-    def _targets(self, lines: "_Exposition", workers: Workers, index: PrefixIndex) -> None:
+    def _targets(self, lines: "_Exposition", workers: Workers[Any], index: PrefixIndex) -> None:
         targets = [target for worker in workers for target in worker.targets]
         for name, text, values in (
             ("worker_requests", "open requests", [target.state.requests for target in targets]),
@@ -164,6 +164,6 @@ def _label_text(labels: Labels) -> str:
     return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
 
 
-def _imbalance(workers: Workers) -> float:
+def _imbalance(workers: Workers[Any]) -> float:
     loads = [target.state.requests for worker in workers if worker.healthy for target in worker.targets]
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0

@@ -3,10 +3,13 @@
 Settings that SGLang's router has too use its names.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tokenyard.base import ConfigError
 from tokenyard.base.declare import check_declared, check_rules, setting
 from tokenyard.base.ranges import ANY_COUNT, MAX_SECONDS, POSITIVE_COUNT, SHARE, NumberRange
+from tokenyard.routing.dispatch_settings import DispatchSettings
 from tokenyard.routing.policies import (
     BALANCE_ABS_THRESHOLD,
     BALANCE_REL_THRESHOLD,
@@ -178,3 +181,36 @@ class RouterSettings:
                 ),
             )
         )
+
+    def dispatch(self) -> DispatchSettings:
+        """The settings of the dispatch machine. Raises ConfigError for an invalid weight of a tenant."""
+        return DispatchSettings(
+            max_worker_requests=self.max_worker_requests,
+            dp_aware=self.dp_aware,
+            queue_size=self.queue_size,
+            queue_timeout_s=self.queue_timeout_secs,
+            queue_aging_s=self.queue_aging_secs,
+            tenant_weights=dict(_weights(self.tenant_weights)),
+            max_retries=self.max_retries,
+            retry_share=self.retry_share,
+            initial_backoff_s=self.initial_backoff_ms / 1e3,
+            max_backoff_s=self.max_backoff_ms / 1e3,
+            cb_failure_threshold=self.cb_failure_threshold,
+            cb_success_threshold=self.cb_success_threshold,
+            cb_timeout_s=self.cb_timeout_secs,
+            health_failure_threshold=self.health_failure_threshold,
+            health_success_threshold=self.health_success_threshold,
+            health_check_interval_s=self.health_check_interval_secs,
+        )
+
+
+def _weights(texts: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not 0.0 < weight < float("inf"):
+            raise ConfigError(f"--tenant-weights takes name=weight with a weight above 0, not {text!r}")
+        yield name, weight

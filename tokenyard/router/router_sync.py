@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from tokenyard.base import ConfigError
-from tokenyard.router.workers import Workers
+from tokenyard.router.workers import HttpWorkers
 from tokenyard.routing.policies import RequestFeatures, RoutePolicy
 from tokenyard.routing.prefix_index import Digest, PrefixIndex
 
@@ -69,7 +69,7 @@ async def read_reply(reader: asyncio.StreamReader, depth: int = 0) -> bytes | li
 class RouterSync:
     """Publishes the choices of this router in batches, and applies those of the others."""
 
-    def __init__(self, url: str, router_id: str, workers: Workers, index: PrefixIndex, policy: RoutePolicy) -> None:
+    def __init__(self, url: str, router_id: str, workers: HttpWorkers, index: PrefixIndex, policy: RoutePolicy) -> None:
         """`url`: redis://[[user]:password@]host[:port]. Raises ConfigError for any other form."""
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "valkey") or not parts.hostname:

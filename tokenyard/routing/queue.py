@@ -124,8 +124,8 @@ class WaitingQueue(Generic[Item]):
             self.remove(entry)
         return late
 
-    def pop(self, now_s: float, fits: Callable[[Item], bool]) -> QueueEntry[Item] | None:
-        """Take out the next request for which `fits` returns True; None if there is none.
+    def pop(self, now_s: float, fits: Callable[[Item], object]) -> QueueEntry[Item] | None:
+        """Take out the next request for which `fits` returns a true value; None if there is none.
 
         Only the first entry of each tenant and priority is tried, so a request is not overtaken within its tenant.
         """

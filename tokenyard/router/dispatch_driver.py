@@ -1,0 +1,256 @@
+"""Drives the dispatch machine from asyncio, and holds what all requests of a router share."""
+
+import asyncio
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+
+from tokenyard.base import NS_PER_S, TokenyardError
+from tokenyard.router.errors import RouterError, refusal
+from tokenyard.router.health import HealthChecker
+from tokenyard.router.request_features import BYTES_PER_TOKEN, ParsedRequest
+from tokenyard.router.router_metrics import RouterMetrics
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.router.router_sync import RouterSync
+from tokenyard.router.workers import HttpTarget, HttpWorker, HttpWorkers
+from tokenyard.routing.dispatch import NEVER_NS, Action, Choice, Dispatcher, PendingRequest, Refuse, Send
+from tokenyard.routing.load import DispatchedRequest
+from tokenyard.routing.policies import PolicyOptions, make_policy
+from tokenyard.routing.prefix_index import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+OVERLOADED = frozenset({429, 503})
+RATIO_STEP = 0.02
+
+
+class OpenRequest(PendingRequest[HttpWorker], ABC):
+    """A request whose client waits for the response."""
+
+    def __init__(self, parsed: ParsedRequest, *, disagg: bool = False) -> None:
+        super().__init__(parsed, disagg=disagg)
+        self.parsed = parsed
+        """What the router read from its body."""
+
+    @abstractmethod
+    def dispatched(self) -> None:
+        """Send it to its `target`."""
+
+    @abstractmethod
+    def abort(self, error: TokenyardError) -> None:
+        """End it with `error` in any state."""
+
+    @abstractmethod
+    def check_time(self, now_s: float) -> None:
+        """End it, or retry it on another target, if it has been stalled for too long."""
+
+
+class DispatchDriver:
+    """Reports events to the dispatch machine and performs its actions.
+
+    exchanges: all open requests. Used from one event loop.
+    """
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.id = uuid.uuid4().hex[:12]
+        self.index = PrefixIndex(int(settings.index_mb * 1e6))
+        self.workers = HttpWorkers(settings, self.index)
+        self.metrics = RouterMetrics()
+        options = PolicyOptions(
+            settings.seed, settings.cache_threshold, settings.balance_abs_threshold, settings.balance_rel_threshold
+        )
+        sticky = bool(settings.session_header)
+        self.machine: Dispatcher[HttpWorker, OpenRequest] = Dispatcher(
+            self.workers,
+            make_policy(settings.policy, options, sticky=sticky),
+            make_policy(settings.prefill_policy, options, sticky=sticky),
+            make_policy(settings.decode_policy, options),
+        )
+        self.policy, self.queue = self.machine.policy, self.machine.queue
+        self.exchanges: set[OpenRequest] = set()
+        self.draining = False
+        self.worker_headers: list[tuple[bytes, bytes]] = []
+        if settings.worker_api_key:
+            self.worker_headers = [(b"authorization", b"Bearer " + settings.worker_api_key.encode())]
+        self.health = HealthChecker(settings, self.workers, self.worker_headers, self.wake)
+        self.shared = (
+            RouterSync(settings.shared_url, self.id, self.workers, self.index, self.policy)
+            if settings.shared_url
+            else None
+        )
+        self.bytes_per_token = BYTES_PER_TOKEN
+        self._serving = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self.now_ns = time.monotonic_ns
+
+    def now(self) -> float:
+        """The time of the machine's clock in seconds."""
+        return self.now_ns() / NS_PER_S
+
+    # Workers.
+
+    def add_worker(self, url: str, source: str, role: str = "") -> HttpWorker:
+        """Add a worker. It gets requests once it is healthy.
+
+        Raises ConfigError for an invalid or duplicate URL and for an unknown role.
+        """
+        worker = self.workers.add(url, source, role)
+        self.health.watch(worker)
+        return worker
+
+    def remove_worker(self, worker: HttpWorker) -> None:
+        """Remove a worker. Its open requests continue."""
+        self.health.leave(worker)
+        self.workers.remove(worker)
+        self.wake()
+
+    def drain_worker(self, worker: HttpWorker, *, draining: bool) -> None:
+        """Stop new requests to a worker, or let it have requests again."""
+        self.workers.drain(worker, draining=draining)
+        self.wake()
+
+    # Requests.
+
+    def arrived(self, request: OpenRequest) -> None:
+        """A request for the workers has arrived."""
+        self.metrics.requests += 1
+        self.exchanges.add(request)
+        self.perform(self.machine.arrived(request, self.now_ns()))
+
+    def resume(self, request: OpenRequest, way: str) -> None:
+        """A stream was interrupted: continue it at another target that can do so in this `way`."""
+        self.metrics.continued += 1
+        self.perform(self.machine.resume(request, way, self.now_ns()))
+        self._set_timer()
+
+    def may_resume(self, request: OpenRequest) -> bool:
+        """Whether an interrupted stream may be tried again."""
+        return self.machine.may_resume(request, self.now_ns())
+
+    def retry(self, request: OpenRequest) -> None:
+        """A request failed at its target and may be retried: place it again, now or later."""
+        self.metrics.retries += 1
+        self.perform(self.machine.retry(request, self.now_ns()))
+        self._set_timer()
+
+    def ended(self, request: OpenRequest) -> None:
+        """A request has ended in any way."""
+        self.exchanges.discard(request)
+        self.machine.ended(request)
+        self.wake()
+
+    def prefill_ended(self, request: OpenRequest, *, computed: bool) -> None:
+        """The prefill worker is done with a request."""
+        self.machine.prefill_ended(request, self.now_ns(), computed=computed)
+        self.wake()
+
+    def learn(self, parsed: ParsedRequest, sent: DispatchedRequest, prompt: int | None, cached: int | None) -> None:
+        """A response succeeded: learn from the prompt length and the cached tokens that it reports, if any."""
+        if prompt and not parsed.counted and parsed.prompt.size:
+            self.bytes_per_token += RATIO_STEP * (parsed.prompt.size / prompt - self.bytes_per_token)
+        if prompt is None or cached is None:
+            return
+        self.metrics.reported_tokens += prompt
+        self.metrics.cached_tokens += cached
+        self.metrics.predicted_tokens += sent.predicted
+        sent.hit(cached)
+
+    # Responses of workers.
+
+    def answered(self, target: HttpTarget, status: int) -> None:
+        """The worker has begun to respond."""
+        self.metrics.statuses[status] += 1
+        if status < 500:
+            self.machine.succeeded(target)
+        else:
+            self._failed(target)
+
+    def refused(self, target: HttpTarget, status: int) -> None:
+        """The worker responded with an error that another worker may not give."""
+        self.metrics.statuses[status] += 1
+        if status not in OVERLOADED:
+            self._failed(target)
+
+    def _failed(self, target: HttpTarget) -> None:
+        self.metrics.worker_errors[target.name] += 1
+        self.machine.failed(target, self.now_ns())
+
+    def connection_failed(self, target: HttpTarget) -> None:
+        """The connection failed before the response was complete: the worker may have died."""
+        self.metrics.worker_errors[target.name] += 1
+        self.perform(self.machine.connection_failed(target, self.now_ns()))
+
+    def unreachable(self, target: HttpTarget, *, refused: bool) -> None:
+        """No connection could be made. If it was `refused`, no process listens, and the worker's cache is lost."""
+        self.metrics.worker_errors[target.name] += 1
+        self.perform(self.machine.unreachable(target, self.now_ns(), refused=refused))
+
+    # Actions.
+
+    def perform(self, actions: list[Action[OpenRequest]]) -> None:
+        """Perform actions of the machine, and serve the queue if the event freed capacity."""
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case Refuse():
+                    action.request.abort(refusal(action.cause))
+                case _:
+                    self.health.check_now(action.worker)
+        self.wake()
+
+    def _send(self, action: Send[OpenRequest]) -> None:
+        request = action.request
+        self._note(request, action.choice)
+        if action.prefill is not None:
+            self._note(request, action.prefill)
+        try:
+            request.dispatched()
+        except Exception:
+            log.exception("a request failed because of an internal error")
+            what = "the router met an internal error; its log says more"
+            request.abort(RouterError(500, what, code="internal_error"))
+
+    def _note(self, request: OpenRequest, choice: Choice[HttpWorker]) -> None:
+        """Count a choice, and publish it to other routers."""
+        self.metrics.reasons[choice.ranking.reason] += 1
+        self.metrics.chosen[choice.target.name] += 1
+        if self.shared is not None:
+            self.shared.sent(choice.target.state.name, request.parsed.prompt.digests, request.parsed.session)
+
+    def wake(self) -> None:
+        """If capacity may have been freed for a queued request, serve the queue in the next iteration of the loop."""
+        if self.machine.serve_due and not self._serving:
+            self._serving = True
+            self._loop.call_soon(self._serve)
+
+    def _serve(self) -> None:
+        self._serving = False
+        self.perform(self.machine.serve(self.now_ns()))
+
+    def _set_timer(self) -> None:
+        """Set the timer to the machine's next tick."""
+        now = self.now_ns()
+        due = self.machine.next_ns(now)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if due == NEVER_NS else self._loop.call_later(max(due - now, 0) / NS_PER_S, self._tick)
+
+    def _tick(self) -> None:
+        self.perform(self.machine.tick(self.now_ns()))
+        self._set_timer()
+
+    def abort_all(self) -> None:
+        """The grace period has ended: abort all open requests."""
+        for exchange in list(self.exchanges):
+            exchange.abort(RouterError(503, "the router is shutting down", code="draining"))
+
+    def sweep(self) -> None:
+        """Expire queued and stalled requests. Called every `SWEEP_S`."""
+        self.perform(self.machine.tick(self.now_ns()))
+        now_s = self.now()
+        for exchange in list(self.exchanges):
+            exchange.check_time(now_s)
