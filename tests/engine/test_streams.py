@@ -48,6 +48,21 @@ def opened(*answers):
     return table, found
 
 
+def test_the_text_before_a_continued_answer_comes_with_its_first_delta_alone():
+    async def main():
+        table, (stream,) = opened(1)
+        first, second = batch([1], text="a"), batch([1], text="b", done=2)
+        first.said, second.said = [(1, "before")], [(1, "before a")]
+        await table.deliver([first])
+        assert (delta := stream.take()) is not None
+        assert (delta.said, delta.text) == ("before", "a")
+        await table.deliver([second])
+        assert (delta := stream.take()) is not None
+        assert (delta.said, delta.text) == ("", "b"), "a detokenizer that was started again repeats it"
+
+    asyncio.run(main())
+
+
 def test_batches_reach_their_own_stream_and_end_it():
     async def main():
         table, (one, two) = opened(2, 1)

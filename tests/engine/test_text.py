@@ -168,6 +168,7 @@ def test_a_continued_answer_shows_what_was_not_yet_shown(tokenizer, ids, cut, st
     begun = Run(tokenizer, ids[cut:], begun=ids[:cut], stream=stream, **options)
     before = "".join(texts_by_token(tokenizer, ids, **options)[:cut])
     assert before + begun.text == whole.text
+    assert begun.said == before
     if cut < len(whole.tokens):
         assert ids[:cut] + begun.tokens == whole.tokens
     assert begun.finish.reason == whole.finish.reason

@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, tokenizer, tokens, *, end=None, **options):
         self.assembler = TextAssembler(tokenizer)
-        self.pieces, self.tokens, self.stops, self.finish = [], [], [], None
+        self.pieces, self.tokens, self.stops, self.finish, self.said = [], [], [], None, ""
         self._take(batch(start=[started(**options)]))
         for i, token in enumerate(tokens):
             last = [end] if end is not None and i == len(tokens) - 1 else []
@@ -59,6 +59,7 @@ class Run:
     def _take(self, message):
         out, stops = self.assembler.step(message)
         self.stops += stops
+        self.said += "".join(text for _, text in out.said)
         self.pieces += [text for text in out.texts if text]
         self.tokens += out.tokens.tolist()
         if out.finished:

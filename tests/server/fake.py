@@ -116,13 +116,18 @@ class FakeGenerator:
         if self.reject is not None:
             return await reader(OutputDelta(0, "", [], len(prompt), 0, 0, self.reject))
         try:
-            for place in range(count):
+            begun = len(spec.output_ids or [])
+            for place in range(begun, count):
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
                 if place == self.fail_after:
                     raise self.failure
                 for index in range(spec.sampling.n):
-                    await reader(delta(spec, prompt, index, place, count, self.answer))
+                    piece = delta(spec, prompt, index, place, count, self.answer)
+                    if place == begun:
+                        texts = [delta(spec, prompt, index, i, count, self.answer).text for i in range(begun)]
+                        piece.said = "".join(texts)
+                    await reader(piece)
         except BaseException:
             self.closed.append(spec.rid)
             raise

@@ -157,3 +157,30 @@ def test_every_transition_has_a_target():
         for region in form.regions.values():
             targets = [*region.edges.values(), *region.bare.values(), *(target for _, target in region.routes)]
             assert set(targets) <= set(form.regions), form.name
+
+
+def emitted(form: OutputFormat, pieces: list[str], prompt: str = "") -> list[ParsedMessage | int]:
+    """What a client has after pieces of an answer, and how many of its calls have ended."""
+    parser, message, ends = OutputParser(form, prompt, tools=TOOLS), ParsedMessage(), 0
+    for piece in pieces:
+        events = parser.feed(piece)
+        message.add(events)
+        ends += sum(isinstance(event, ToolCallEnd) for event in events)
+    return [message, ends]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.text[:24]!r}")
+def test_what_a_client_has_depends_on_the_text_alone(case: Case):
+    """An answer continues at another engine with a parser that was fed its text so far in one piece."""
+    form = FAMILIES[case.family]
+    for cut in range(len(case.text) + 1):
+        said = case.text[:cut]
+        assert emitted(form, [said], case.prompt) == emitted(form, list(said), case.prompt)
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(fragments())
+def test_what_a_client_has_of_a_hostile_text_depends_on_the_text_alone(cut: tuple[str, list[str]]):
+    name, pieces = cut
+    for count in range(1, len(pieces) + 1):
+        assert emitted(FAMILIES[name], ["".join(pieces[:count])]) == emitted(FAMILIES[name], pieces[:count])

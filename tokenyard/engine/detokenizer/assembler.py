@@ -18,8 +18,8 @@ class _TextState:
     """One answer between its first token and its end.
 
     `tokens` are all output tokens so far, of which the first `sent` have gone to the API process. Those that the
-    request brought with it count as sent, unless its client lacks some (`TextOptions.shown`): they are decoded for what
-    follows them, and not shown.
+    request brought with it count as sent, unless its client lacks some (`TextOptions.shown`): their text precedes the
+    first output as `said`.
     """
 
     __slots__ = (
@@ -31,6 +31,7 @@ class _TextState:
         "number",
         "pieces",
         "prompt_tokens",
+        "said",
         "sent",
         "sent_once",
         "source",
@@ -60,6 +61,7 @@ class _TextState:
         self.pieces: list[str] = []
         self.undecoded: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.said = ""
         begun = started.output_ids.tolist()
         self.sent = len(begun) if options.shown < 0 else min(options.shown, len(begun))
         for token in begun:
@@ -67,7 +69,7 @@ class _TextState:
             if self.text is not None and self.stopped_by is None:
                 self._show(self.text.add(token))
             if len(self.tokens) == self.sent:
-                self.pieces.clear()
+                self.said, self.pieces = "".join(self.pieces), []
 
     def add(self, token: int, cached_tokens: int) -> bool:
         """Add one token; return whether it completed a stop string."""
@@ -146,6 +148,7 @@ class _Columns:
         self.cached_tokens: list[int] = []
         self.finished: list[Finish] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.said: list[tuple[int, str]] = []
 
     def add(self, answer: _TextState) -> None:
         """Add all unsent output of an answer."""
@@ -162,6 +165,9 @@ class _Columns:
         self.cached_tokens.append(answer.cached_tokens)
         if answer.logprobs:
             self.logprobs += answer.take_logprobs()
+        if answer.said:
+            self.said.append((answer.number, answer.said))
+            answer.said = ""
         answer.pieces, answer.sent, answer.sent_once = [], total, True
 
     def batch(self) -> TextBatch:
@@ -175,6 +181,7 @@ class _Columns:
             _int32(self.cached_tokens),
             self.finished,
             self.logprobs,
+            self.said,
         )
 
 

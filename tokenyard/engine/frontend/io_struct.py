@@ -65,6 +65,7 @@ class OutputDelta:
     prompt_tokens, completion_tokens, cached_tokens: totals so far.
     finish: set on the last delta of each answer only.
     logprobs: entries of prompt positions come first.
+    said: on the first delta of an answer that was begun elsewhere, the text that the client already has.
     """
 
     index: int
@@ -75,6 +76,7 @@ class OutputDelta:
     cached_tokens: int
     finish: Finish | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    said: str = ""
 
     def extend(self, later: "OutputDelta") -> None:
         """Merge the next delta of the same answer."""

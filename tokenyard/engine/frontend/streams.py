@@ -310,7 +310,7 @@ class StreamTable:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for entry in batch.logprobs:
             logprobs.setdefault(entry.number, []).append(entry)
-        ends = {finish.number: finish for finish in batch.finished}
+        ends, said = {finish.number: finish for finish in batch.finished}, dict(batch.said)
         numbers, tokens = batch.numbers.tolist(), batch.tokens.tolist()
         last_place = {number: place for place, number in enumerate(numbers)} if ends else {}
         columns = zip(
@@ -332,6 +332,8 @@ class StreamTable:
             delta = OutputDelta(index, text, tokens[begin:start], prompt, completion, cached, finish)
             if logprobs:
                 delta.logprobs = logprobs.pop(number, [])
+            if said and not stream.tokens[index]:
+                delta.said = said.pop(number, "")
             yield stream, stream.as_continued(delta) if stream.resubmits else delta
         for number, finish in ends.items():
             stream = self._by_number.get(number)

@@ -64,6 +64,7 @@ class TextBatch(msgspec.Struct, array_like=True):
     cached_tokens: int32[n], cached prompt tokens.
     finished: the answers that ended; some may have no entry in the columns.
     logprobs: log-probabilities of the new tokens.
+    said: answers that were begun elsewhere, with their first output: the text that their clients already have.
     """
 
     numbers: Int64Array
@@ -74,6 +75,7 @@ class TextBatch(msgspec.Struct, array_like=True):
     cached_tokens: Int32Array
     finished: list[Finish] = []
     logprobs: list[TokenLogprobs] = []
+    said: list[tuple[int, str]] = []
 
     @property
     def empty(self) -> bool:

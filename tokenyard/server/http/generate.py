@@ -44,9 +44,14 @@ class RequestContext:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer so far. `reader` parses text that may contain reasoning or tool calls."""
+    """One answer so far.
+
+    said: text that precedes it, if it was begun elsewhere.
+    reader: parses text that may contain reasoning or tool calls.
+    """
 
     text: str = ""
+    said: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -61,6 +66,7 @@ class CompletionOutput:
         self.completion_tokens = delta.completion_tokens
         self.cached_tokens = delta.cached_tokens
         self.finish = delta.finish
+        self.said = self.said or delta.said
         if keep:
             self.text += delta.text
             self.token_ids += delta.token_ids

@@ -339,7 +339,7 @@ def _message(job: PreparedRequest, answer: CompletionOutput) -> dict[str, Any]:
     """The message of a whole chat answer, parsed if it may have reasoning or tool calls."""
     if job.reading is None:
         return {"role": "assistant", "content": answer.text, "refusal": None}
-    answer.reader = job.reading.reader()
+    answer.reader = job.reading.reader(answer.said)
     answer.reader.feed(answer.text, last=True)
     return chat_message(answer.reader.message)
 
@@ -395,7 +395,7 @@ def _parsed_chunks(
     """The chunks of a parsed chat answer; log-probabilities and finish_reason are in the last one."""
     assert job.reading is not None
     if answer.reader is None:
-        answer.reader = job.reading.reader()
+        answer.reader = job.reading.reader(delta.said)
     deltas = chat_deltas(answer.reader.feed(delta.text, last=delta.finish is not None))
     logprobs = chat_logprobs(delta.logprobs, call.state.names) if job.want_logprobs and delta.logprobs else None
     if delta.finish is not None or logprobs or job.want_token_ids:
@@ -417,7 +417,7 @@ def _opening(job: PreparedRequest, index: int, writer: ChunkWriter) -> bytes:
     """What precedes an answer's first content: the role, or the echoed prompt."""
     if job.chat:
         return writer.role()
-    if isinstance(job.body, CompletionRequest) and job.body.echo:
+    if isinstance(job.body, CompletionRequest) and job.body.echo and not job.body.output_ids:
         return writer.plain(job.prompts[index // job.n].echo)
     return b""
 

@@ -110,12 +110,14 @@ class ParserOptions:
     notes: list[str] = field(default_factory=list)
     parallel: bool = True
 
-    def reader(self) -> "OutputReader":
-        """A reader for one answer."""
+    def reader(self, said: str = "") -> "OutputReader":
+        """A reader for one answer. It continues after `said`, which the client already has."""
         parser = OutputParser(
             self.form, self.prompt, tools=self.tools, calls=bool(self.tools), reasoning=self.reasoning
         )
-        return OutputReader(parser, self)
+        reader = OutputReader(parser, self)
+        reader.feed(said)
+        return reader
 
     def call_id(self) -> str:
         """An id for a call, in the style of the model."""
