@@ -45,6 +45,8 @@ DIFFERENCES = {
     "enable_mixed_chunk": ({}, True),
     "enable_dynamic_chunking": ({"chunked_prefill_size": 96}, True),
     "step_budget": ({}, "time"),
+    "decode_share": ({}, 0.5),
+    "session_max_wait_s": ({"schedule_policy": "hits-first", "policy_options": {"cheap_s": 0.004}}, 0.01),
     "headroom": ({}, "none"),
     "retraction_policy": ({"headroom": "none"}, "newest"),
     "schedule_conservativeness": ({}, 2.0),

@@ -114,6 +114,21 @@ def test_hrrn_lets_only_shorter_requests_overtake(arrivals, every):
 
 
 @settings(max_examples=examples(40), deadline=None)
+@given(arrivals=mixed(), every=st.integers(1, 4), pages=st.sampled_from([60, 100, 4096]))
+def test_hits_first_lets_nobody_pass_who_comes_later_than_the_longest_wait(arrivals, every, pages):
+    options = {"policy_options": {"cheap_s": 0.1}, "session_max_wait_s": 5.0, "headroom": "none"}
+    yard = make_yard(pages=pages, rows=2, schedule_policy="hits-first", **options)
+    table = yard.scheduler.state.table
+
+    def look(row, hit, earlier):
+        for other in earlier:
+            assert table.arrival_ns[row] < table.arrival_ns[other] + 5 * S
+
+    watch_admissions(yard, look)
+    run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
+
+
+@settings(max_examples=examples(40), deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.sampled_from(["high", "normal", "low"]), PROMPTS), min_size=20, max_size=120),
     weights=st.tuples(*[st.integers(1, 8)] * 3),

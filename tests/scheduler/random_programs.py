@@ -260,6 +260,8 @@ def _settings(draw: random.Random) -> dict[str, Any]:
         lpm_degrade_threshold=(2,),
         enable_dynamic_chunking=(True,),
         radix_eviction_policy=("lfu", "slru", "priority"),
+        decode_share=(0.0, 0.3, 0.9),
+        session_max_wait_s=(0.0, 0.02, 1.0),
         slo_ttft_ms=(0.0, 4.0, 50.0),
         slo_ttft_scale=(0.0, 1.0),
         slo_tpot_ms=(0.001, 2.0),
@@ -331,6 +333,7 @@ def _options(draw: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
         "vtc": {"saved_tokens": (0, 30)},
         "dlpm": {"quantum_tokens": (1, 16), "saved_tokens": (0, 30)},
         "random": {"seed": (1, 2)},
+        "hits-first": {"cheap_s": (0.0, 0.001, 0.01)},
     }.get(settings["schedule_policy"], {})
     options = _some(draw, 0.6, **choices)
     return {"policy_options": options} if options else {}

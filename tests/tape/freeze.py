@@ -39,6 +39,9 @@ TENANTS = {
     "*": TenantSettings(max_running=2, max_queued=8),
 }
 TORCH_CASES = (("fcfs", 1), ("lpm", 2), ("vtc", 2), ("mlfq", 1))
+NEW_POLICIES = ("hits-first",)
+"""Policies that came after the first tapes. What is around a policy depends on its place in the list."""
+
 AROUND = {
     "plain": {},
     "priorities": {"enable_priority_scheduling": True, "retraction_policy": "priority", "headroom": "history"},
@@ -165,7 +168,8 @@ def torch_yard(settings: SchedulerSettings) -> TapedYard:
 def cases() -> Iterator[tuple[str, str, int, str]]:
     """Name, policy, plans in flight and what is around the policy."""
     kinds = list(AROUND)
-    for place, policy in enumerate([*sorted(POLICIES), "priority"]):
+    first = sorted(set(POLICIES).difference(NEW_POLICIES))
+    for place, policy in enumerate([*first, "priority", *NEW_POLICIES]):
         for depth in (1, 2):
             yield f"{policy}-{depth}-plain", policy, depth, "plain"
             around = kinds[1 + (place * 2 + depth) % (len(kinds) - 1)]

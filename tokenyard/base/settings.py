@@ -20,6 +20,9 @@ from tokenyard.base.ranges import (
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 MAX_WEIGHT = 10**6
+PREFERRED_DECODE_SHARES = {"hits-first": 1 / 3}
+"""The `decode_share` that policies prefer, by name; 0 for all others."""
+
 ANY_TENANT = "*"
 """The name of the settings for all tenants that are not named."""
 
@@ -125,6 +128,19 @@ class SharedSettings:
         "scheduler",
         "what bounds a step: tokens, time, or what the policy prefers",
         choices=("auto", "tokens", "time"),
+    )
+    decode_share: float = setting(
+        -1.0,
+        "scheduler",
+        "share of the time that decodes keep while prompts are computed and the requests do not fit into the KV pool; "
+        "-1 for what the policy prefers",
+        NumberRange(0, 0.9, other=-1, meaning="what the policy prefers"),
+    )
+    session_max_wait_s: float = setting(
+        600.0,
+        "scheduler",
+        "hits-first: longest wait in seconds during which later requests may start first",
+        NumberRange(0, MAX_SECONDS),
     )
     headroom: str = setting(
         "ratio",
@@ -257,6 +273,13 @@ class SharedSettings:
         file_only=True,
     )
     tenants: dict[str, TenantSettings] = setting(dict, "urgency", "YAML file with weight and limits of each tenant")
+
+    @property
+    def share_of_decodes(self) -> float:
+        """The share of the time that decodes keep, with what the policy prefers in place of -1."""
+        if self.decode_share >= 0.0:
+            return self.decode_share
+        return PREFERRED_DECODE_SHARES.get(self.schedule_policy, 0.0)
 
     @property
     def uses_priorities(self) -> bool:

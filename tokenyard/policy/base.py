@@ -100,6 +100,13 @@ class Policy:
         assert self.views is not None
         return self.budget_rule.begin(self.views)
 
+    def passable(self, row: int, now: int) -> bool:
+        """Whether later candidates may start although the waiting candidate `row` does not fit into the free memory.
+
+        A policy that says so states until when: a request that is always passed over starves.
+        """
+        return False
+
     def victims(self, views: Views) -> Iterator[int]:
         """Running rows in the order in which they are retracted when pages run out."""
         return self.victim_rule.victims(views)

@@ -14,6 +14,7 @@ from typing_extensions import override
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array, SchedulerSettings
 from tokenyard.policy.base import Policy
 from tokenyard.policy.deadline_queue import DeadlineQueue, one_by_one
+from tokenyard.policy.decode_share import share_with_decodes
 from tokenyard.policy.output_lengths import OutputLengthPredictor
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.priority import Priority
@@ -70,7 +71,7 @@ class EarliestDeadlineFirst(Policy):
         super().__init__(strict)
         self.time_rule = TimeBudgetRule(settings, use_slack=self.uses_slack)
         if settings.step_budget != "tokens":
-            self.budget_rule = self.time_rule
+            self.budget_rule = share_with_decodes(self.time_rule, settings.share_of_decodes)
         self._priority = (
             Priority(strict, Policy(replace(strict, policy_options={}))) if settings.uses_priorities else None
         )

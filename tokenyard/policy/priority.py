@@ -31,6 +31,7 @@ class Priority(Wrapper):
     def __init__(self, settings: SchedulerSettings, inner: Policy) -> None:
         super().__init__(settings, inner, "priority")
         self._plain = type(inner) is Policy
+        self._passed_rank: int | None = None
         if self.urgency.aging_ns:
             self.overtaking = f"arrivals of the next {settings.priority_aging_s:g} s per level above its own"
         else:
@@ -39,8 +40,15 @@ class Priority(Wrapper):
     @override
     def candidates(self, views: Views) -> Iterator[int]:
         """A started prefill continues before less urgent newcomers. Among equals `inner` decides; by default a started
-        one goes first there too.
+        one goes first there too. After a row that was passed over only its equals may start.
         """
+        self._passed_rank = None
+        for row in self._by_rank(views):
+            if self._passed_rank is not None and self._rank_of(views.columns, row) > self._passed_rank:
+                return
+            yield row
+
+    def _by_rank(self, views: Views) -> Iterator[int]:
         waiting, ranks = views.waiting, self.rank(views.columns, views.waiting)
         for prefilling in self._prefilling_groups(views):
             rank = self.rank(views.columns, prefilling[:1])[0]
@@ -58,6 +66,14 @@ class Priority(Wrapper):
     @override
     def order(self, views: Views) -> Iterator[int]:
         return self._in_order(views, views.waiting, self.rank(views.columns, views.waiting))
+
+    @override
+    def passable(self, row: int, now: int) -> bool:
+        assert self.views is not None
+        if not self.inner.passable(row, now):
+            return False
+        self._passed_rank = self._rank_of(self.views.columns, row)
+        return True
 
     @override
     def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
@@ -104,6 +120,9 @@ class Priority(Wrapper):
         """The sort key of rows, smaller first, int64[len(rows)]; equal for rows that `inner` orders."""
         keys, aging_ns = self.urgency.keys(columns, rows), self.urgency.aging_ns
         return keys // aging_ns if aging_ns and not self._plain else keys
+
+    def _rank_of(self, columns: Columns, row: int) -> int:
+        return int(self.rank(columns, np.array([row], np.int32))[0])
 
     def _prefilling_groups(self, views: Views) -> Iterator[Int32Array]:
         """Started prefills in groups of equals, the most urgent first."""

@@ -127,6 +127,11 @@ class ServiceLevels(NonPreemptive):
         yield from self.order(views)
 
     @override
+    def passable(self, row: int, now: int) -> bool:
+        """No row is passed over: the other levels would take more than their shares meanwhile."""
+        return False
+
+    @override
     def order(self, views: Views) -> Iterator[int]:
         levels = views.columns.service_level[views.waiting]
         queues: dict[int, Iterator[int]] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, CostModel, SchedulerSettings, StepWork
+from tokenyard.policy.decode_share import kv_is_scarce, share_with_decodes
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.slo_targets import tpot_ns, tpot_slack_ns
 from tokenyard.policy.step_budget import UNLIMITED, BudgetRule, StepBudget, default_budget
@@ -70,19 +71,21 @@ class StepTimes:
     target_s: the limit without slack.
     base_s: the time of its decodes alone.
     decoding: whether it has decodes.
+    stretch: seconds in which decodes leave one second to steps with prefill (`decode_share`).
     """
 
     limit_s: float
     target_s: float
     base_s: float
     decoding: bool
+    stretch: float = 1.0
 
     @property
     def slowdown(self) -> float:
         """Seconds of steps that a second of prefill work takes under the present load."""
         if not self.decoding:
             return 1.05
-        return self.target_s / max(self.target_s - self.base_s, MIN_PREFILL_SHARE * self.target_s)
+        return self.stretch * self.target_s / max(self.target_s - self.base_s, MIN_PREFILL_SHARE * self.target_s)
 
 
 class TimeBudgetRule(BudgetRule):
@@ -91,7 +94,8 @@ class TimeBudgetRule(BudgetRule):
     While anything decodes, a step takes at most `STEP_SHARE` of the tightest target. With `use_slack` it may take
     longer, up to `slo_idle_step_ms`, as long as every decoding request stays ahead of its mean target. While nothing
     decodes it takes `slo_idle_step_ms`. If decodes alone take longer than their target allows, that target is missed in
-    any case, and prefill gets as much time as they take. A chunk comes at least every `MAX_DENIED_STEPS` steps.
+    any case, and prefill gets as much time as they take. A chunk comes at least every `MAX_DENIED_STEPS` of the steps
+    that a `decode_share` leaves to prefill.
     """
 
     needs_cost = True
@@ -148,7 +152,9 @@ class TimeBudgetRule(BudgetRule):
             limit_s = max(target_s, min(idle_s, slack_s - self._lag_s(target_s) - SAFETY_S))
         if base_s >= limit_s:
             limit_s = 2.0 * base_s
-        return StepTimes(limit_s, target_s, base_s, decoding=True)
+        share = settings.share_of_decodes
+        stretch = 1.0 / (1.0 - share) if share > 0.0 and kv_is_scarce(views) else 1.0
+        return StepTimes(limit_s, target_s, base_s, decoding=True, stretch=stretch)
 
     def _lag_s(self, target_s: float) -> float:
         """Seconds by which the steps in flight, whose tokens are not written yet, exceed the time of these tokens.
@@ -169,6 +175,6 @@ def prefill_slowdown(views: Views, settings: SchedulerSettings, cost: CostModel)
 
 def create_budget_rule(settings: SchedulerSettings) -> BudgetRule:
     """The budget rule that `settings.step_budget` asks for; "auto" means tokens."""
-    if settings.step_budget == "time":
-        return TimeBudgetRule(settings, use_slack=False)
-    return default_budget(settings)
+    by_time = settings.step_budget == "time"
+    rule = TimeBudgetRule(settings, use_slack=False) if by_time else default_budget(settings)
+    return share_with_decodes(rule, settings.share_of_decodes)

@@ -180,6 +180,10 @@ class GuardedPolicy(Wrapper):
         return self.budget_rule.begin(self.views)
 
     @override
+    def passable(self, row: int, now: int) -> bool:
+        return self.ask(lambda: bool(self.inner.passable(row, now)), False)
+
+    @override
     def victims(self, views: Views) -> Iterator[int]:
         """Rows that `inner` leaves out go last."""
         rows = self.ask(lambda: [index(row) for row in self.inner.victims(guarded_views(views))], NO_ROWS)

@@ -71,6 +71,10 @@ class Wrapper(Policy):
         return self.inner.budget()
 
     @override
+    def passable(self, row: int, now: int) -> bool:
+        return self.inner.passable(row, now)
+
+    @override
     def victims(self, views: Views) -> Iterator[int]:
         return self.inner.victims(views)
 
@@ -203,15 +207,20 @@ class BoundedOvertaking(NonPreemptive):
         self.overtaking = f"{settings.max_overtaken_tokens} prompt tokens of later arrivals"
         self._limit = settings.max_overtaken_tokens
         self._starts = StartedTokens(self._limit)
+        self._passed: set[int] = set()
 
     @override
     def begin_step(self, views: Views) -> None:
         super().begin_step(views)
         self._starts.forget(views.first_seq)
+        self._passed.clear()
 
     @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """The row that has waited longest goes before every row that may not overtake it any more."""
+        """The row that has waited longest goes before every row that may not overtake it any more.
+
+        If it does not fit and was passed over, no such row starts.
+        """
         columns, waiting = views.columns, views.waiting
         prefilling, place = set(views.prefilling.tolist()), 0
         drawn: set[int] = set()
@@ -220,12 +229,21 @@ class BoundedOvertaking(NonPreemptive):
                 yield row
                 continue
             while row not in drawn:
-                while int(waiting[place]) in drawn:
+                while int(waiting[place]) in drawn and int(waiting[place]) not in self._passed:
                     place += 1
                 head = int(waiting[place])
                 chosen = row if row == head or self._may_overtake(columns, row, head) else head
+                if chosen in drawn:
+                    return
                 drawn.add(chosen)
                 yield chosen
+
+    @override
+    def passable(self, row: int, now: int) -> bool:
+        if not super().passable(row, now):
+            return False
+        self._passed.add(row)
+        return True
 
     @override
     def admitted(self, row: int) -> None:

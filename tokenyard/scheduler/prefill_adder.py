@@ -1,7 +1,8 @@
 """Fills one step with prefill: unfinished prefills and newcomers, in the policy's order, until a budget is used up.
 
 SGLang calls this the PrefillAdder. Admission of one row is: match and lock (tentative), check room, take a pool row and
-pages. Any failure unlocks and ends the step's prefill, so a large request is not skipped for smaller ones.
+pages. Any failure unlocks and ends the step's prefill, so a large request is not skipped for smaller ones, unless the
+policy lets others pass a request that does not fit (`Policy.passable`).
 """
 
 from dataclasses import replace
@@ -19,6 +20,9 @@ from tokenyard.scheduler.memory import UNLIMITED
 from tokenyard.scheduler.plan_builder import Chunk, PlanBuilder
 from tokenyard.scheduler.row_state import RowState
 from tokenyard.scheduler.scheduler_state import SchedulerState
+
+MAX_PASSED = 16
+"""Requests that are passed over in one step, so that its cost does not grow with the queue."""
 
 
 class PrefillAdder:
@@ -63,11 +67,13 @@ class PrefillAdder:
         return max(self._policy.headroom.running_tokens(views), growing)
 
     def fill(self) -> None:
-        """Draw candidates until the budget is used up or a newcomer does not fit; then only started prefills continue.
+        """Draw candidates until the budget is used up or a newcomer does not fit and may not be passed over; then only
+        started prefills continue.
 
-        Sets `refused` to the newcomer that did not fit in memory.
+        Sets `refused` to the first newcomer that did not fit in memory.
         """
         drawn: set[int] = set()
+        passed: list[int] = []
         for row in self._policy.candidates(self._views):
             if self._requests_left <= 0:
                 return
@@ -80,12 +86,24 @@ class PrefillAdder:
             if started and not self._continue(row):
                 return
             if not started and not self._admit(row):
-                break
+                if not self._may_pass(row, len(passed)):
+                    break
+                passed.append(row)
         else:
-            self._limits.end_step(drawn)
+            if not passed:
+                self._limits.end_step(drawn)
+        if passed:
+            self.refused = passed[0]
         for row in self._policy.prefilling_order(self._views):
             if row not in self._continued and (self._requests_left <= 0 or not self._continue(row)):
                 return
+
+    def _may_pass(self, row: int, passed: int) -> bool:
+        """Whether later candidates may start before `row`, which was not admitted, if `passed` were passed over before.
+
+        If the budget or the rows are used up, no candidate can start.
+        """
+        return self.refused == row and passed < MAX_PASSED and self._policy.passable(row, self._views.now)
 
     def _continue(self, row: int) -> bool:
         """Plan the next chunk of a prefill that has started."""
