@@ -111,7 +111,7 @@ def main():
     parser.add_argument("--requests", type=int, help="only the first ones")
     parser.add_argument("--found", type=Path)
     args = parser.parse_args()
-    kinds = args.kv_store.split(",")
+    kinds = args.tiers.split(",")
     workload = read_trace(args.mooncake, "mooncake", ReadOptions(limit=args.requests)).scaled(RATE_SCALE)
     found = json.loads(args.found.read_text()) if args.found is not None and args.found.exists() else {}
     for kind, size_gb in [("nothing", 0.0), *((kind, size) for kind in kinds for size in args.sizes_gb)]:

@@ -1,9 +1,20 @@
+from itertools import takewhile
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenyard.base.blocks import BLOCK_TOKENS, DIGEST_BYTES, ROOT, block_digests, link, root_digest, stored_prefix
+from tokenyard.base.blocks import (
+    BLOCK_TOKENS,
+    DIGEST_BYTES,
+    LOOKUP_BLOCKS,
+    ROOT,
+    block_digests,
+    link,
+    root_digest,
+    stored_prefix,
+)
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(lambda ids: np.array(ids, np.int32))
 
@@ -76,9 +87,32 @@ def test_what_a_store_has_beyond_what_is_cached():
         asked.extend(digests)
         return len(digests)
 
-    below = stored_prefix(known, "", 3, 3, count_stored)
+    def look_up(known, cached, count=count_stored):
+        return stored_prefix(known, "", cached, 3, count, lambda digests: [1])
+
+    below = look_up(known, 3)
     assert (below.first, below.found, below.tokens) == (1, 2, 9)
+    assert (below.fast, below.slow) == (1, 1)
     assert asked == below.digests[1:] == block_digests(known, ROOT, 3)[1:]
-    assert stored_prefix(known[:9], "", 3, 3, count_stored).tokens == 8, "the last token is left to compute"
-    assert stored_prefix(known[:9], "", 6, 3, count_stored) is None
-    assert stored_prefix(known, "", 3, 3, lambda digests: 0) is None
+    assert look_up(known[:9], 3).tokens == 8, "the last token is left to compute"
+    assert look_up(known[:9], 6) is None
+    assert look_up(known, 3, lambda digests: 0) is None
+
+
+@given(st.integers(0, 400), st.integers(0, 300), st.integers(0, 400))
+def test_a_sequence_is_hashed_no_further_than_it_is_stored(length, cached, stored):
+    known, names = tokens(length), block_digests(tokens(length), ROOT, 1)
+    hashed = set()
+
+    def count_stored(digests):
+        hashed.update(digests)
+        return sum(1 for _ in takewhile(set(names[:stored]).__contains__, digests))
+
+    below = stored_prefix(known, "", cached, 1, count_stored, lambda digests: [])
+    reaches = min(stored, length - 1)
+    if reaches <= cached:
+        assert below is None
+    else:
+        assert (below.first + below.found, below.tokens, below.slow) == (min(stored, length), reaches, 0)
+        assert below.digests == names[: len(below.digests)]
+    assert len(hashed) <= max(0, min(stored, length) - cached) + LOOKUP_BLOCKS

@@ -129,16 +129,23 @@ def test_blocks_keep_the_beginnings_of_prompts_longest():
     assert [digest in blocks for digest in (b"a", b"b", b"c", b"d")] == [True, True, False, True]
 
 
-def test_a_channel_gives_up_what_waits_too_long_and_reports_how_much_was_done():
+def test_a_channel_runs_one_job_at_a_time_and_reports_how_much_of_one_was_done():
     calls, done = [], []
     channel = IoChannel(lambda when, call: calls.append((when, call)))
-    for name, until in (("cut", 60), ("late", 50), ("whole", 400)):
-        channel.add(ChannelJob(100, until, lambda part, now, name=name: done.append((name, part, now))), 0)
+
+    def job(name):
+        return ChannelJob(lambda: 100, lambda part, seconds, now: done.append((name, part, seconds, now)))
+
+    cut, waiting, whole = (job(name) for name in ("cut", "waiting", "whole"))
+    for one in (cut, waiting, whole):
+        channel.add(one, 0)
+    calls += [(50, lambda now: channel.cancel(waiting, now)), (60, lambda now: channel.cancel(cut, now))]
+    calls.append((70, lambda now: channel.cancel(cut, now)))
     while calls:
         calls.sort(key=lambda entry: entry[0])
         when, call = calls.pop(0)
         call(when)
-    assert done == [("late", 0.0, 50), ("cut", 0.6, 60), ("whole", 1.0, 160)]
+    assert done == [("waiting", 0.0, 0.0, 50), ("cut", 0.6, 6e-8, 60), ("whole", 1.0, 1e-7, 160)]
     assert channel.busy_ns == 160
 
 

@@ -19,6 +19,8 @@ from tokenyard.base.request import Int32Array
 BLOCK_TOKENS = 64
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
+LOOKUP_BLOCKS = 32
+"""How many blocks are hashed at a time to look them up."""
 ROOT = b""
 """The digest that the first block of a prompt follows without a namespace."""
 
@@ -63,34 +65,52 @@ def touch_all(order: OrderedDict[bytes, Any], digests: list[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """The part of a sequence that a KV store has.
-
-    digests: the names of all whole blocks of the sequence.
-    first: the first block that was looked up.
-    found: how many consecutive blocks from `first` on the store has.
-    tokens: how many tokens of the sequence can be loaded, counted from its beginning.
-    """
+    """The part of a sequence that a KV store has."""
 
     digests: list[bytes]
+    """The names of the sequence's blocks, from its beginning to the end of that part at least."""
     first: int
+    """The first block that was looked up."""
     found: int
+    """How many consecutive blocks from `first` on the store has."""
     tokens: int
+    """How many tokens of the sequence can be loaded, counted from its beginning."""
+    fast: int
+    """How many of the found blocks, from `first` on, are in host memory."""
+    slow: int
+    """How many of the found blocks are not in host memory."""
 
 
 def stored_prefix(
-    known: Int32Array, namespace: str, cached: int, block_tokens: int, count_stored: Callable[[list[bytes]], int]
+    known: Int32Array,
+    namespace: str,
+    cached: int,
+    block_tokens: int,
+    count_stored: Callable[[list[bytes]], int],
+    find_slow: Callable[[list[bytes]], list[int]],
 ) -> StoredPrefix | None:
     """The part of a sequence's `known` tokens (int32[n]) beyond the first `cached` that a KV store has.
 
-    None for less than a block. `count_stored` returns how many blocks of a chain the store has from its beginning on.
-    The last token is always left to compute.
+    None for less than a block. `count_stored` returns how many blocks of a chain the store has from its beginning on,
+    `find_slow` the places of those that are not in host memory. The last token is always left to compute. Tokens are
+    hashed in pieces, and no further than the store has them.
     """
     if len(known) - 1 - cached < block_tokens:
         return None
-    digests, first = block_digests(known, root_digest(namespace), block_tokens), cached // block_tokens
-    found = count_stored(digests[first:])
-    tokens = min((first + found) * block_tokens, len(known) - 1)
-    return StoredPrefix(digests, first, found, tokens) if tokens - cached >= block_tokens else None
+    first, whole = cached // block_tokens, len(known) // block_tokens
+    digests: list[bytes] = []
+    parent, found = root_digest(namespace), first
+    while found >= len(digests) < whole:
+        end = min(max(len(digests), first) + LOOKUP_BLOCKS, whole)
+        digests += block_digests(known[len(digests) * block_tokens : end * block_tokens], parent, block_tokens)
+        parent = digests[-1]
+        found += count_stored(digests[found:])
+    tokens = min(found * block_tokens, len(known) - 1)
+    if tokens - cached < block_tokens:
+        return None
+    slow = find_slow(digests[first:found])
+    fast = slow[0] if slow else found - first
+    return StoredPrefix(digests, first, found - first, tokens, fast, len(slow))
 
 
 def tokens_per_block(page_size: int) -> int:

@@ -20,7 +20,7 @@ from tokenyard.policy.tenant_limits import rank_share
 from tokenyard.sim.engine.speculation import Speculation
 from tokenyard.sim.fleet.fleet_settings import Fleet
 from tokenyard.sim.kv.disagg_settings import DisaggSettings, KvStoreSettings
-from tokenyard.sim.kv.kv_store import KvStoreCounters
+from tokenyard.sim.kv.kv_store import KvStoreTotals
 from tokenyard.sim.kv.transfer_figures import TransferTimes
 from tokenyard.sim.traces.prompt_ids import EOS_TOKEN, VOCAB_SIZE
 from tokenyard.sim.traces.workload import Workload
@@ -194,7 +194,7 @@ class Outcome:
     decision_hash: str = ""
     predicted_cached_tokens: int = 0
     transfers: TransferTimes | None = None
-    kv_store: KvStoreCounters | None = None
+    kv_store: KvStoreTotals | None = None
 
     @property
     def replica(self) -> Int32Array:

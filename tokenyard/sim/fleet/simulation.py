@@ -20,7 +20,7 @@ from tokenyard.sim.fleet.dp_ranks import TENANT_USE_EVERY_NS, exchange_tenant_us
 from tokenyard.sim.fleet.fleet_events import FleetEvent, fleet_events
 from tokenyard.sim.fleet.fleet_settings import Fleet
 from tokenyard.sim.kv.disagg_routing import DisaggRouting, make_routing
-from tokenyard.sim.kv.kv_store import KvStoreCounters, SimKvStore
+from tokenyard.sim.kv.kv_store import KvStoreTotals, SimKvStore
 from tokenyard.sim.kv.pd_network import Network, NetworkSizes
 from tokenyard.sim.outcome import (
     FINISHED,
@@ -454,7 +454,7 @@ class Simulation:
         outcome.schedulers = [_run_of(one) for one in lives]
         outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
         if self._kv_stores:
-            outcome.kv_store = KvStoreCounters()
+            outcome.kv_store = KvStoreTotals()
             for unit, kv_store in zip(self._units, self._kv_stores, strict=True):
                 outcome.kv_store.add(kv_store.close(unit.replica.scheduler.snapshot(unit.replica.now).unstored_tokens))
         if self._kv is not None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from tokenyard.base import NS_PER_S
 from tokenyard.base.blocks import touch_all
 
-NEVER_NS = 2**63 - 1
 At = Callable[[int, Callable[[int], None]], None]
 """Has a call run at a time (ns)."""
 
 
 class SimBlockStore:
-    """The blocks of one tier: at most `most`. The least recently used are evicted, as in `kv_store.store`."""
+    """The blocks of one store: at most `most`. The least recently used are evicted, as in `kv_store.store`."""
 
     def __init__(self, most: int) -> None:
         self.evicted = 0
@@ -42,47 +41,45 @@ class SimBlockStore:
 
 @dataclass(slots=True, eq=False)
 class ChannelJob:
-    """A read or write.
+    """A read or write."""
 
-    took_ns: its duration.
-    until_ns: when it times out.
-    done: called as `done(part, now)` with the part that was done by then, from 0 to 1.
-    begins: called when its turn comes; returns the duration where that is not known earlier.
-    dropped: whether its result is no longer needed.
-    """
-
-    took_ns: int
-    until_ns: int
-    done: Callable[[float, int], None]
-    begins: Callable[[], int] | None = None
+    begins: Callable[[], int]
+    """Called when its turn comes; returns how long it takes (ns)."""
+    done: Callable[[float, float, int], None]
+    """Called once, as `done(part, seconds, now)`, with the part that was done, from 0 to 1, and the time it took."""
     began_ns: int = -1
-    dropped: bool = False
+    took_ns: int = 0
 
 
 class IoChannel:
-    """Runs jobs one after the other.
-
-    busy_ns: total time that it has worked.
-    """
+    """Runs jobs one after the other."""
 
     def __init__(self, at: At) -> None:
         self.busy_ns = 0
+        """Total time that it has worked."""
         self._at = at
         self._jobs: deque[ChannelJob] = deque()
 
     def add(self, job: ChannelJob, now: int) -> None:
-        """Queue a job behind all earlier ones. A job that waits past its timeout ends unstarted."""
+        """Queue a job behind all earlier ones."""
         self._jobs.append(job)
         if len(self._jobs) == 1:
-            self._begin(job, now)
-        elif job.until_ns < NEVER_NS:
-            self._at(max(job.until_ns, now), lambda at: self._give_up(job, at))
+            self._begin(now)
 
-    def _begin(self, job: ChannelJob, now: int) -> None:
-        job.began_ns = now
-        if job.begins is not None:
-            job.took_ns = job.begins()
-        self._at(max(min(now + job.took_ns, job.until_ns), now), lambda at: self._end(job, at))
+    def cancel(self, job: ChannelJob, now: int) -> None:
+        """End a job now, whether it has begun or not; nothing for one that has ended."""
+        if job not in self._jobs:
+            return
+        if job.began_ns >= 0:
+            self._end(job, now)
+        else:
+            self._jobs.remove(job)
+            job.done(0.0, 0.0, now)
+
+    def _begin(self, now: int) -> None:
+        job = self._jobs[0]
+        job.began_ns, job.took_ns = now, job.begins()
+        self._at(now + job.took_ns, lambda at: self._end(job, at))
 
     def _end(self, job: ChannelJob, now: int) -> None:
         if not self._jobs or self._jobs[0] is not job:
@@ -90,17 +87,9 @@ class IoChannel:
         spent_ns = now - job.began_ns
         self.busy_ns += spent_ns
         self._jobs.popleft()
-        if not job.dropped:
-            job.done(spent_ns / job.took_ns if job.took_ns else 1.0, now)
-        while self._jobs and self._jobs[0].dropped:
-            self._jobs.popleft()
-        if self._jobs and self._jobs[0].began_ns < 0:
-            self._begin(self._jobs[0], now)
-
-    def _give_up(self, job: ChannelJob, now: int) -> None:
-        if job.began_ns < 0 and not job.dropped:
-            job.dropped = True
-            job.done(0.0, now)
+        if self._jobs:
+            self._begin(now)
+        job.done(spent_ns / job.took_ns if job.took_ns else 1.0, spent_ns / NS_PER_S, now)
 
 
 def block_ns(num_bytes: int, bytes_per_s: float) -> int:

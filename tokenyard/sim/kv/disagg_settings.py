@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from tokenyard.base import ConfigError
 from tokenyard.cost import Link
 from tokenyard.disagg.protocol import Timeouts
+from tokenyard.kv_store.machine import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.routing.policies import DEFAULT_POLICY, KvUsage, make_policy
 
-PREFETCH_POLICIES = ("timeout", "wait_complete", "best_effort")
-GB, MB = 10**9, 10**6
+GB = 10**9
+LIMITS = KvStoreLimits()
 MODES = ("decode", "both")
 LATENCY_S = 50e-6
 BITS = 8e-9
@@ -64,17 +65,17 @@ class KvStoreSettings:
 
     host_gb, disk_gb: sizes in 10^9 bytes, 0 for none. KV is written to host memory first if there is any.
     read_gb_s: read bandwidth of the disk in 10^9 bytes per second, 0 for that of the profile's link.
-    write_mb_s: maximum write rate in 10^6 bytes per second, 0 for the read bandwidth.
-    prefetch_policy, timeout_s, timeout_per_1k_tokens_s: how long a request waits for KV.
+    write_mb_s: maximum write rate of the disk in 10^6 bytes per second, 0 for the read bandwidth.
+    prefetch_policy, timeout_s, timeout_per_1k_tokens_s: how long a request waits for KV; see `KvStoreLimits`.
     """
 
     host_gb: float = 0.0
     disk_gb: float = 10.0
     read_gb_s: float = 0.0
-    write_mb_s: float = 256.0
-    prefetch_policy: str = PREFETCH_POLICIES[0]
-    timeout_s: float = 1.0
-    timeout_per_1k_tokens_s: float = 0.25
+    write_mb_s: float = LIMITS.write_mb_s
+    prefetch_policy: str = LIMITS.prefetch_policy
+    timeout_s: float = LIMITS.timeout_s
+    timeout_per_1k_tokens_s: float = LIMITS.timeout_per_1k_tokens_s
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that cannot be simulated."""
@@ -85,6 +86,11 @@ class KvStoreSettings:
             raise ConfigError("give --hicache-size or --hicache-storage-gb, the size of the KV store")
         if self.prefetch_policy not in PREFETCH_POLICIES:
             raise ConfigError(f"the prefetch policy {self.prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
+
+    @property
+    def limits(self) -> KvStoreLimits:
+        """The limits, as the machine takes them."""
+        return KvStoreLimits(self.write_mb_s, self.prefetch_policy, self.timeout_s, self.timeout_per_1k_tokens_s)
 
     def disk_tokens(self, kv_bytes_per_token: int) -> int:
         """Number of tokens that the disk holds."""

@@ -1,39 +1,45 @@
-"""The KV store of one simulated scheduler: what is stored and loaded, and when.
+"""The KV store of one simulated scheduler: the machine of the engine's (`kv_store.machine`) in virtual time.
 
-It exchanges the events of a server's KV store. The scheduler offers KV (`Store`), receives what can be loaded
-(`KvAvailable`), names the pages (`Load`) and is notified when they are loaded (`KvLoaded`). Blocks are digests without
-data.
+Blocks are digests without data. Reads and writes of the disk and copies between host memory and the device take their
+turns in one channel each.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from itertools import takewhile
+from dataclasses import dataclass, fields, replace
+from itertools import islice, takewhile
 from typing import Protocol
 
-from tokenyard.base import (
-    NS_PER_S,
-    Event,
-    ExecutorInfo,
-    Int32Array,
-    KvAvailable,
-    KvLoaded,
-    KvMove,
-    Load,
-    PagesReleased,
-    Request,
-    Store,
-)
-from tokenyard.base.blocks import block_digests, root_digest, stored_prefix, tokens_per_block
+from tokenyard.base import NS_PER_S, Event, ExecutorInfo, Int32Array, KvMove, Load, Request, Store
+from tokenyard.base.blocks import StoredPrefix, block_digests, root_digest, stored_prefix, tokens_per_block
 from tokenyard.cost import LinearCost
-from tokenyard.disagg.protocol.decisions import prefetch_timeout_s, should_load_kv
-from tokenyard.sim.kv.block_store import NEVER_NS, At, ChannelJob, IoChannel, SimBlockStore, block_ns
-from tokenyard.sim.kv.disagg_settings import GB, MB, KvStoreSettings
+from tokenyard.kv_store.machine import (
+    NEVER_NS,
+    Apply,
+    BlockSizes,
+    Cancel,
+    Ended,
+    Find,
+    Gather,
+    Gathered,
+    KvStoreAction,
+    KvStoreEvent,
+    KvStoreMachine,
+    Prefetch,
+    Prefetched,
+    Read,
+    ReadEnded,
+    Requeued,
+    Submitted,
+    Tick,
+    Write,
+    Wrote,
+)
+from tokenyard.scheduler import Gate
+from tokenyard.sim.kv.block_store import At, ChannelJob, IoChannel, SimBlockStore, block_ns
+from tokenyard.sim.kv.disagg_settings import GB, KvStoreSettings
 from tokenyard.tape.recorder import Core
 
-LOOKUP_INTERVAL_NS, MAX_LOOKUPS = NS_PER_S // 10, 8
 
-
-class Apply(Protocol):
+class ApplyEvent(Protocol):
     """Applies an event to the scheduler."""
 
     def __call__(self, event: Event, now: int) -> None:
@@ -41,49 +47,32 @@ class Apply(Protocol):
 
 
 @dataclass(slots=True)
-class KvStoreCounters:
-    """Counters of a KV store, in tokens unless noted.
-
-    hit, recomputed: requests.
-    late: loads.
-    evicted, blocks: blocks.
-    """
+class KvStoreTotals:
+    """Totals of a KV store at the end of a simulation."""
 
     stored: int = 0
+    """Tokens that were stored: on disk if there is one, else in host memory."""
     loaded: int = 0
+    """Tokens whose KV was loaded."""
     loaded_from_disk: int = 0
+    """Tokens that were read from the disk for that."""
     hit: int = 0
+    """Requests for which stored KV was found and ready in time."""
     recomputed: int = 0
+    """Requests whose stored KV was predicted to be computed faster than loaded."""
     late: int = 0
+    """Loads that were cut short by their timeout."""
     evicted: int = 0
+    """Blocks that were evicted."""
     blocks: int = 0
+    """Blocks that are stored at the end."""
     unstored: int = 0
+    """Tokens that the prefix cache evicted before they were stored."""
 
-    def add(self, other: "KvStoreCounters") -> None:
-        """Add the counts of another scheduler."""
+    def add(self, other: "KvStoreTotals") -> None:
+        """Add the totals of another scheduler."""
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
-
-
-@dataclass(slots=True, eq=False)
-class PendingLoad:
-    """A request with KV in the store.
-
-    first, found: blocks `first` .. `first + found` are stored.
-    tokens: tokens up to which they are useful.
-    ready: blocks that can be loaded without a disk read.
-    notified: whether its `KvAvailable` was sent.
-    """
-
-    number: int
-    digests: list[bytes]
-    first: int
-    found: int
-    tokens: int
-    ready: int = 0
-    notified: bool = False
-    load: Load | None = None
-    job: ChannelJob | None = field(default=None)
 
 
 class SimKvStore:
@@ -91,35 +80,50 @@ class SimKvStore:
 
     def __init__(
         self,
-        kv_store: KvStoreSettings,
+        settings: KvStoreSettings,
         core: Core,
         info: ExecutorInfo,
         cost: LinearCost,
-        apply: Apply,
+        apply: ApplyEvent,
         at: At,
         disk: SimBlockStore | None,
     ) -> None:
         """cost: the scheduler's prior cost model. disk: blocks already on disk, from an earlier life."""
-        self.counters = KvStoreCounters()
         self.alive = True
-        self._kv_stores, self._core, self._cost, self._apply, self._at = kv_store, core, cost, apply, at
-        self._page = info.page_size
+        self._core, self._apply, self._at = core, apply, at
         self._block = tokens_per_block(info.page_size)
-        block_bytes = self._block * info.kv_bytes_per_token
-        self.disk = disk if disk is not None else SimBlockStore(int(kv_store.disk_gb * GB) // block_bytes)
-        self._host = SimBlockStore(int(kv_store.host_gb * GB) // block_bytes)
-        read_bytes_s = kv_store.read_gb_s * GB or cost.links["disk"].bytes_per_s
-        self._disk_read_ns = block_ns(block_bytes, read_bytes_s)
-        self._disk_write_ns = block_ns(block_bytes, min(kv_store.write_mb_s * MB or read_bytes_s, read_bytes_s))
-        self._host_ns = block_ns(block_bytes, cost.links["host"].bytes_per_s)
+        self._block_bytes = self._block * info.kv_bytes_per_token
+        self.disk = disk if disk is not None else SimBlockStore(int(settings.disk_gb * GB) // self._block_bytes)
+        self._host = SimBlockStore(int(settings.host_gb * GB) // self._block_bytes)
+        self._lowest = self.disk if settings.disk_gb else self._host
+        read_bytes_s = settings.read_gb_s * GB or cost.links["disk"].bytes_per_s
+        self._disk_ns = block_ns(self._block_bytes, read_bytes_s) if settings.disk_gb else 0
+        self._host_ns = block_ns(self._block_bytes, cost.links["host"].bytes_per_s)
+        sizes = BlockSizes(
+            block_tokens=self._block,
+            page_size=info.page_size,
+            block_bytes=self._block_bytes,
+            fast_s=self._host_ns / NS_PER_S,
+            slow_s=self._disk_ns / NS_PER_S,
+        )
+        limits = settings.limits if settings.disk_gb else replace(settings.limits, write_mb_s=0.0)
+        self._machine = KvStoreMachine(limits, sizes, cost, Gate.KV)
         self._reads, self._writes, self._copies = IoChannel(at), IoChannel(at), IoChannel(at)
-        self._wanted: dict[int, PendingLoad] = {}
-        self._next_lookup_ns = 0
+        self._jobs: dict[int, tuple[IoChannel, ChannelJob]] = {}
+        """Open jobs by op."""
+        self._staged: dict[int, tuple[list[bytes], list[bytes]]] = {}
+        """Gathered blocks by op, and all blocks of their prefix."""
+        self._in_staging: set[bytes] = set()
+        self._hashed: tuple[int, list[bytes]] = (0, [])
+        """The number and the blocks of the offer that was gathered last."""
+        self._ended: list[int] = []
+        self._tick_ns = NEVER_NS
+        self._disk_blocks_read = 0
 
     @property
     def busy(self) -> bool:
         """Whether requests wait for KV from the store."""
-        return bool(self._wanted)
+        return bool(self._machine.loading)
 
     # ---- calls from the simulation ---------------------------------------------------------------------------------
 
@@ -128,192 +132,195 @@ class SimKvStore:
         if request.lora or request.awaits_kv:
             return request
         cached = self._core.cached_tokens(request)
-        wanted = self._find(request.number, request.namespace, request.known_ids, cached)
-        if wanted is None:
+        stored = self._look_up(request.namespace, request.known_ids, cached)
+        if stored is None:
             return request
-        if not self._should_load_kv(wanted, cached) and not self._cut_to_host(wanted, cached):
-            self.counters.recomputed += 1
-            return request
-        self._take_on(wanted)
-        slow = self._slow(wanted)
-        until_ns = now + self._prefetch_timeout_ns(wanted.tokens - cached)
-        wanted.job = ChannelJob(
-            len(slow) * self._disk_read_ns,
-            until_ns,
-            lambda part, at: self._prefetched(wanted, slow[: int(part * len(slow))], slow, at),
-        )
-        self._reads.add(wanted.job, now)
-        return replace(request, awaits_kv=self._kv_stores.prefetch_policy != "best_effort")
+        self._handle(Submitted(request.number, stored, cached), now)
+        return replace(request, awaits_kv=self._machine.awaits_kv(request.number))
 
     def take(self, moves: list[KvMove], now: int) -> list[KvMove]:
-        """Start the stores and loads among `moves`; returns the other moves."""
+        """After a turn of the scheduler: start the stores and loads among `moves`; returns the other moves."""
+        for number in self._ended:
+            self._handle(Ended(number), now)
+        self._ended.clear()
         rest: list[KvMove] = []
         for move in moves:
-            if isinstance(move, Store):
-                self._store(move, now)
-            elif isinstance(move, Load) and (wanted := self._wanted.get(move.number)) is not None:
-                self._load(wanted, move, now)
+            if isinstance(move, Store) or (isinstance(move, Load) and self._machine.has_stored(move.number)):
+                self._handle(move, now)
             else:
                 rest.append(move)
-        if now >= self._next_lookup_ns and (len(self.disk) or len(self._host)):
-            self._next_lookup_ns = now + LOOKUP_INTERVAL_NS
-            self._find_requeued(now)
+        self._handle(Tick(), now)
         return rest
 
     def ended(self, number: int) -> None:
-        """A request has ended."""
-        wanted = self._wanted.pop(number, None)
-        if wanted is not None and wanted.job is not None:
-            wanted.job.dropped = wanted.load is None
+        """A request has ended. The scheduler may be in the middle of a turn, so `take` handles it."""
+        if self._machine.has_stored(number):
+            self._ended.append(number)
 
-    def close(self, unstored: int) -> KvStoreCounters:
-        """The final counters; `unstored` tokens were evicted before they were stored."""
-        counters = self.counters
-        counters.evicted = self.disk.evicted + self._host.evicted
-        counters.blocks = len(self.disk) + len(self._host)
-        counters.unstored = unstored
-        return counters
+    def close(self, unstored: int) -> KvStoreTotals:
+        """The totals; `unstored` tokens were evicted before they were stored."""
+        counters = self._machine.counters
+        return KvStoreTotals(
+            stored=counters.written_bytes // self._block_bytes * self._block,
+            loaded=counters.loaded_tokens,
+            loaded_from_disk=self._disk_blocks_read * self._block,
+            hit=counters.hit_requests,
+            recomputed=counters.recomputed_requests,
+            late=counters.late_loads,
+            evicted=self.disk.evicted + self._host.evicted,
+            blocks=len(self.disk) + len(self._host),
+            unstored=unstored,
+        )
 
-    # ---- storing ---------------------------------------------------------------------------------------------------
+    # ---- the driver ------------------------------------------------------------------------------------------------
 
-    def _store(self, offer: Store, now: int) -> None:
-        digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
-        if self._kv_stores.host_gb:
-            self._put(
-                self._copies, self._host, self._host_ns, digests, lambda at: self._on_host(offer, digests, at), now
-            )
-        else:
-            self._write(offer, digests, now)
+    def _handle(self, event: KvStoreEvent, now: int) -> None:
+        """Hand an event to the machine, and carry out what it says."""
+        if not self.alive:
+            return
+        for action in self._machine.handle(event, now):
+            self._carry_out(action, now)
+        due_ns = self._machine.next_ns()
+        if due_ns < self._tick_ns:
+            self._tick_ns = due_ns
+            self._at(max(due_ns, now), self._tick)
 
-    def _put(
-        self,
-        channel: IoChannel,
-        tier: SimBlockStore,
-        block_ns: int,
-        digests: list[bytes],
-        done: Callable[[int], None],
-        now: int,
-    ) -> None:
-        """Queue a write of the blocks that the tier lacks when its turn comes."""
-        missing: list[bytes] = []
+    def _tick(self, now: int) -> None:
+        if now >= self._tick_ns:
+            self._tick_ns = NEVER_NS
+            self._handle(Tick(), now)
 
-        def begins() -> int:
-            missing.extend(digest for digest in digests if digest not in tier)
-            return len(missing) * block_ns
+    def _carry_out(self, action: KvStoreAction, now: int) -> None:
+        match action:
+            case Apply(event):
+                self._apply(event, now)
+            case Find(max_requests):
+                self._find(max_requests, now)
+            case Prefetch():
+                self._prefetch(action, now)
+            case Read():
+                self._read(action, now)
+            case Gather():
+                self._gather(action, now)
+            case Write(op):
+                self._write(op, now)
+            case Cancel(op):
+                channel, job = self._jobs[op]
+                channel.cancel(job, now)
 
-        def ended(part: float, at: int) -> None:
-            for digest in digests:
-                tier.put(digest)
-            tier.touch(digests)
-            if tier is self.disk or not self._kv_stores.disk_gb:
-                self.counters.stored += len(missing) * self._block
-            done(at)
+    def _add(self, channel: IoChannel, op: int, job: ChannelJob, now: int) -> None:
+        self._jobs[op] = channel, job
+        channel.add(job, now)
 
-        channel.add(ChannelJob(0, NEVER_NS, ended, begins), now)
+    def _answer(self, event: Prefetched | ReadEnded | Gathered | Wrote, now: int) -> None:
+        del self._jobs[event.op]
+        self._handle(event, now)
 
-    def _on_host(self, offer: Store, digests: list[bytes], now: int) -> None:
-        self._release_pages(offer, now)
-        if self._kv_stores.disk_gb and self.alive:
-            self._write(None, digests, now)
+    # ---- lookups ---------------------------------------------------------------------------------------------------
 
-    def _write(self, offer: Store | None, digests: list[bytes], now: int) -> None:
-        def done(at: int) -> None:
-            if offer is not None:
-                self._release_pages(offer, at)
-
-        self._put(self._writes, self.disk, self._disk_write_ns, digests, done, now)
-
-    def _release_pages(self, offer: Store, now: int) -> None:
-        if self.alive:
-            self._apply(PagesReleased(offer.number), now)
-
-    # ---- loading ---------------------------------------------------------------------------------------------------
-
-    def _is_slow(self, wanted: PendingLoad, place: int) -> bool:
-        """Whether a block has to be read from the disk."""
-        return wanted.digests[place] not in self._host
-
-    def _slow(self, wanted: PendingLoad) -> list[int]:
-        """The blocks that have to be read from the disk."""
-        return [place for place in range(wanted.first, wanted.first + wanted.found) if self._is_slow(wanted, place)]
-
-    def _find(self, number: int, namespace: str, known: Int32Array, cached: int) -> PendingLoad | None:
-        """The stored KV of a request's `known` tokens beyond the first `cached`; None for less than a block."""
-        below = stored_prefix(known, namespace, cached, self._block, self._count_stored)
-        return None if below is None else PendingLoad(number, below.digests, below.first, below.found, below.tokens)
+    def _look_up(self, namespace: str, known: Int32Array, cached: int) -> StoredPrefix | None:
+        return stored_prefix(known, namespace, cached, self._block, self._count_stored, self._find_slow)
 
     def _count_stored(self, digests: list[bytes]) -> int:
         there = (digest in self._host or digest in self.disk for digest in digests)
         return sum(1 for _ in takewhile(bool, there))
 
-    def _should_load_kv(self, wanted: PendingLoad, cached: int) -> bool:
-        """Whether loading is predicted to be faster than computing."""
-        took_ns = len(self._slow(wanted)) * self._disk_read_ns + wanted.found * self._host_ns
-        return should_load_kv(self._cost, cached, wanted.tokens, took_ns / NS_PER_S)
+    def _find_slow(self, digests: list[bytes]) -> list[int]:
+        """The places of the blocks that have to be read from the disk."""
+        return [place for place, digest in enumerate(digests) if digest not in self._host]
 
-    def _cut_to_host(self, wanted: PendingLoad, cached: int) -> bool:
-        """Drop the blocks on disk from the load; whether the rest is worth loading."""
-        slow = self._slow(wanted)
-        wanted.found = (slow[0] if slow else wanted.first + wanted.found) - wanted.first
-        wanted.tokens = min((wanted.first + wanted.found) * self._block, wanted.tokens)
-        return wanted.tokens - cached >= self._block and self._should_load_kv(wanted, cached)
-
-    def _take_on(self, wanted: PendingLoad) -> None:
-        used = wanted.digests[: wanted.first + wanted.found]
-        self._host.touch(used)
-        self.disk.touch(used)
-        self.counters.hit += 1
-        self._wanted[wanted.number] = wanted
-
-    def _prefetch_timeout_ns(self, tokens: int) -> int:
-        """How long (ns) a request waits for KV of `tokens` tokens: until it is ready, and then until it is in its
-        pages.
-        """
-        kv_store = self._kv_stores
-        per_1k_s = kv_store.timeout_per_1k_tokens_s
-        return round(prefetch_timeout_s(kv_store.prefetch_policy, kv_store.timeout_s, per_1k_s, tokens) * NS_PER_S)
-
-    def _prefetched(self, wanted: PendingLoad, read: list[int], slow: list[int], now: int) -> None:
-        """Record which blocks (`read`) of the `slow` ones were read from disk, and report how far KV is ready."""
-        if not self.alive or self._wanted.get(wanted.number) is not wanted:
+    def _find(self, max_requests: int, now: int) -> None:
+        if not (len(self.disk) or len(self._host)):
             return
-        reached = slow[len(read)] if len(read) < len(slow) else wanted.first + wanted.found
-        wanted.ready = reached - wanted.first
-        self.counters.loaded_from_disk += len(read) * self._block
-        for place in read:
-            self._host.put(wanted.digests[place])
-        wanted.notified, wanted.job = True, None
-        tokens = min(reached * self._block, wanted.tokens) if wanted.ready else 0
-        if not tokens:
-            del self._wanted[wanted.number]
-        self._apply(KvAvailable(wanted.number, tokens), now)
+        for one in self._core.requeued(max_requests):
+            if not self._machine.has_stored(one.number):
+                stored = self._look_up(one.namespace, one.known_ids, one.cached)
+                if stored is not None:
+                    self._handle(Requeued(one.number, stored, one.cached), now)
 
-    def _load(self, wanted: PendingLoad, load: Load, now: int) -> None:
-        wanted.load = load
-        pages = len(load.pages)
-        until_ns = now + self._prefetch_timeout_ns(pages * self._page)
-        begin, end = load.start // self._block, -(-(load.start + pages * self._page) // self._block)
-        slow = [place for place in range(max(begin, wanted.first + wanted.ready), end) if self._is_slow(wanted, place)]
-        took_ns = (end - begin) * self._host_ns + len(slow) * self._disk_read_ns
-        wanted.job = ChannelJob(took_ns, until_ns, lambda part, at: self._loaded(wanted, load, int(part * pages), at))
-        self._copies.add(wanted.job, now)
+    def _touch(self, digests: list[bytes]) -> None:
+        self._host.touch(digests)
+        self.disk.touch(digests)
 
-    def _loaded(self, wanted: PendingLoad, load: Load, pages: int, now: int) -> None:
-        if not self.alive:
-            return
-        if self._wanted.get(wanted.number) is wanted:
-            del self._wanted[wanted.number]
-        self.counters.late += pages < len(load.pages)
-        self.counters.loaded += pages * self._page
-        self._apply(KvLoaded(load.number, load.start + pages * self._page), now)
+    # ---- reads and writes ------------------------------------------------------------------------------------------
 
-    def _find_requeued(self, now: int) -> None:
-        """Look up preempted requests: the store may have KV that was evicted from the prefix cache meanwhile."""
-        for one in self._core.requeued(MAX_LOOKUPS):
-            if one.number in self._wanted:
-                continue
-            wanted = self._find(one.number, one.namespace, one.known_ids, one.cached)
-            if wanted is not None and self._should_load_kv(wanted, one.cached):
-                wanted.notified = True
-                self._take_on(wanted)
-                self._apply(KvAvailable(one.number, wanted.tokens), now)
+    def _prefetch(self, action: Prefetch, now: int) -> None:
+        self._touch(action.digests)
+        run = action.digests[action.first :]
+        slow = self._find_slow(run)
+
+        def done(part: float, seconds: float, at: int) -> None:
+            read = int(part * len(slow))
+            reached = slow[read] if read < len(slow) else len(run)
+            blocks = self._count_stored(run[:reached])
+            self._disk_blocks_read += read
+            for place in slow[:read]:
+                self._host.put(run[place])
+            self._answer(Prefetched(action.op, blocks, seconds), at)
+
+        self._add(self._reads, action.op, ChannelJob(lambda: len(slow) * self._disk_ns, done), now)
+
+    def _read(self, action: Read, now: int) -> None:
+        self._touch(action.digests)
+        run, ready = action.digests[action.first :], action.ready - action.first
+        blocks, slow = 0, 0
+
+        def begins() -> int:
+            nonlocal blocks, slow
+            # What was prefetched is in memory, even where it was evicted since.
+            blocks = ready + self._count_stored(run[ready:]) if ready > 0 else self._count_stored(run)
+            slow = sum(1 for place in self._find_slow(run[:blocks]) if place >= ready)
+            return blocks * self._host_ns + slow * self._disk_ns
+
+        def done(part: float, seconds: float, at: int) -> None:
+            self._disk_blocks_read += int(part * slow)
+            self._answer(ReadEnded(action.op, int(part * blocks), seconds), at)
+
+        self._add(self._copies, action.op, ChannelJob(begins, done), now)
+
+    def _gather(self, action: Gather, now: int) -> None:
+        digests = self._digests(action.offer)
+        places: list[int] = []
+
+        def begins() -> int:
+            lacking = (place for place in range(action.first, len(digests)) if not self._kept(digests[place]))
+            # One more than is gathered, which says where the run ends.
+            places.extend(islice(lacking, action.max_blocks + 1))
+            return len(self._find_slow([digests[place] for place in places[: action.max_blocks]])) * self._host_ns
+
+        def done(part: float, seconds: float, at: int) -> None:
+            began, blocks = job.began_ns >= 0, int(part * min(len(places), action.max_blocks))
+            end = places[blocks] if blocks < len(places) else len(digests) if began else action.first
+            gathered = [digests[place] for place in places[:blocks]]
+            for digest in gathered:
+                self._host.put(digest)
+            self._in_staging.update(gathered)
+            if gathered:
+                self._staged[action.op] = gathered, digests[:end]
+            self._touch(digests[:end])
+            self._answer(Gathered(action.op, end, blocks), at)
+
+        job = ChannelJob(begins, done)
+        self._add(self._copies, action.op, job, now)
+
+    def _kept(self, digest: bytes) -> bool:
+        """Whether a block is where it is stored for good, or on its way there."""
+        return digest in self._lowest or digest in self._in_staging
+
+    def _digests(self, offer: Store) -> list[bytes]:
+        if self._hashed[0] != offer.number:
+            digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
+            self._hashed = offer.number, digests
+        return self._hashed[1]
+
+    def _write(self, op: int, now: int) -> None:
+        gathered, prefix = self._staged.pop(op)
+
+        def done(part: float, seconds: float, at: int) -> None:
+            for digest in gathered:
+                self._lowest.put(digest)
+            self._in_staging.difference_update(gathered)
+            self._touch(prefix)
+            self._answer(Wrote(op, len(gathered)), at)
+
+        self._add(self._writes, op, ChannelJob(lambda: len(gathered) * self._disk_ns, done), now)

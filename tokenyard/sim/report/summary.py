@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array
-from tokenyard.sim.kv.kv_store import KvStoreCounters
+from tokenyard.sim.kv.kv_store import KvStoreTotals
 from tokenyard.sim.kv.transfer_figures import transfer_figures
 from tokenyard.sim.outcome import REJECTED, UNFINISHED, Outcome
 from tokenyard.sim.report.scheduler_figures import router_queue, worker_figures
@@ -116,7 +116,7 @@ def _kv_store(outcome: Outcome) -> dict[str, Any]:
     return {"kv_store": figures, "tiers": figures}
 
 
-def kv_store_figures(kv_store: KvStoreCounters, prompt_tokens: int) -> dict[str, Any]:
+def kv_store_figures(kv_store: KvStoreTotals, prompt_tokens: int) -> dict[str, Any]:
     """Figures of the KV store. hit_rate: the share of the prompts' tokens that was loaded from it."""
     return {
         "hit_rate": round(kv_store.loaded / max(prompt_tokens, 1), 6),

@@ -335,7 +335,7 @@ class KvStoreConnector(Attachment):
         """The stored blocks, by `count_stored`, of a request's `known` tokens beyond the first `cached`; None for less
         than a block.
         """
-        found = stored_prefix(known, namespace, cached, self._block, count_stored)
+        found = stored_prefix(known, namespace, cached, self._block, count_stored, lambda digests: [])
         return (
             None
             if found is None
