@@ -18,6 +18,7 @@ from tokenyard.cli.simulation_arguments import (
     load_workload,
     named_setup,
     print_outcomes,
+    profile_of,
     progress_bar,
     write_numbers,
 )
@@ -52,7 +53,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 def run_compare(args: argparse.Namespace) -> int:
     """Simulate every setting and write the requested outputs. Returns the exit status."""
     check_named(args)
-    workload = load_workload(args)
+    workload = load_workload(args, profile_of(args).context_length)
     setups = {name: named_setup(args, workload, name) for name in args.names}
     if args.oracle:
         setups |= {f"{name}{ORACLE}": with_oracle(setup) for name, setup in setups.items()}

@@ -19,6 +19,7 @@ from tokenyard.cli.simulation_arguments import (
     named_setup,
     print_notes,
     print_warning,
+    profile_of,
     progress_bar,
     write_numbers,
 )
@@ -115,7 +116,7 @@ def run_goodput(args: argparse.Namespace) -> int:
     targets = _targets(args.targets)
     for flag, allowed in SEARCH_RANGES.items():
         allowed.check(f"--{flag.replace('_', '-')}", getattr(args, flag))
-    workload = load_workload(argparse.Namespace(**{**vars(args), "rate_scale": 1.0}))
+    workload = load_workload(argparse.Namespace(**{**vars(args), "rate_scale": 1.0}), profile_of(args).context_length)
     curves = {name: Curve(args, workload, name) for name in args.names}
     found: dict[str, dict[str, float]] = {}
     with progress_bar(args.quiet) as bar:
@@ -129,7 +130,7 @@ def run_goodput(args: argparse.Namespace) -> int:
             if args.ray is None:
                 curve.bar = bar
                 found[name] = curve.search(targets)
-    rate = len(workload) / max(float(workload.arrival_s[-1]), 1e-9)
+    rate = len(workload) / max(workload.span_s, 1e-9)
     _write(args, found, curves, rate)
     if not args.quiet:
         setup = named_setup(args, workload, args.names[0])

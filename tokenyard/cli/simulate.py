@@ -20,6 +20,7 @@ from tokenyard.cli.simulation_arguments import (
     load_workload,
     make_setup,
     print_outcomes,
+    profile_of,
     progress_bar,
     write_numbers,
 )
@@ -52,7 +53,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 def run_simulate(args: argparse.Namespace) -> int:
     """Simulate and write the requested outputs. Returns the exit status."""
     check_arguments(args)
-    workload = load_workload(args)
+    workload = load_workload(args, profile_of(args).context_length)
     setup = make_setup(args, workload, args.preset)
     name = args.preset or setup.settings.schedule_policy
     timeline = Timeline() if args.report is not None else None

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tokenyard.sim.simulate import DefaultSlo, Setup
 from tokenyard.sim.traces.detect_format import detect_format
 from tokenyard.sim.traces.formats import TRACE_FORMATS, read_trace
 from tokenyard.sim.traces.read_options import ReadOptions, Tokenize
+from tokenyard.sim.traces.sessions import SessionOptions
 from tokenyard.sim.traces.synthetic import SYNTHETIC, synthetic
 from tokenyard.sim.traces.workload import Workload
 
@@ -97,6 +99,43 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="random seed [0]")
     group.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json; required for traces that contain text"
+    )
+    add_session_arguments(parser)
+
+
+def add_session_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which sessions of a trace of sessions run, and when each starts."""
+    group = parser.add_argument_group("sessions", "for traces of sessions (docs/agents.md)")
+    group.add_argument(
+        "--concurrent-sessions",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N sessions are active at any time: another one starts when one ends [they start at their recorded times]",
+    )
+    group.add_argument(
+        "--sessions-per-hour", type=float, default=0.0, metavar="R", help="sessions start by a Poisson process instead"
+    )
+    group.add_argument(
+        "--sessions", type=int, metavar="N", help="draw N sessions of the trace, by --seed [all, in their order]"
+    )
+    group.add_argument(
+        "--think-cap-s", type=float, default=inf, metavar="S", help="cap on the time between two turns [no cap]"
+    )
+    group.add_argument(
+        "--long-sessions",
+        choices=("skip", "cut"),
+        default="skip",
+        help="sessions that need a longer context than the model has: leave them out and count them, or cut them "
+        "before the first turn that is too long [skip]",
+    )
+    group.add_argument(
+        "--close-sessions", action="store_true", help="clients tell the engine when a session has ended [they do not]"
+    )
+    group.add_argument(
+        "--share-system-prompt",
+        action="store_true",
+        help="kv-cache-tester: sessions of the same model share the tokens of tools and system prompt",
     )
 
 
@@ -247,8 +286,11 @@ def check_output(path: Path | None, flag: str) -> None:
         raise ConfigError(f"{flag} {path} cannot be written; name another file")
 
 
-def load_workload(args: argparse.Namespace) -> Workload:
-    """The workload from the arguments. Raises ConfigError unless exactly one of --trace and --synthetic is given."""
+def load_workload(args: argparse.Namespace, model_context: int | None = None) -> Workload:
+    """The workload from the arguments. `model_context` is the context length of the model.
+
+    Raises ConfigError unless exactly one of --trace and --synthetic is given.
+    """
     if (args.trace is None) == (args.synthetic is None):
         raise ConfigError("give either --trace FILE or --synthetic KIND")
     if args.synthetic is not None:
@@ -261,11 +303,29 @@ def load_workload(args: argparse.Namespace) -> Workload:
         limit=args.limit,
         skip_bad=args.bad_lines == "skip",
         skip_unknown=args.unknown_lengths == "skip",
+        sessions=session_options(args, model_context),
+        share_system_prompt=args.share_system_prompt,
     )
     found = args.trace_format or detect_format(args.trace)
     workload = read_trace(args.trace, found, options).scaled(args.rate_scale)
+    if workload.sessions is None and (args.concurrent_sessions or args.sessions_per_hour or args.sessions):
+        raise ConfigError(f"{args.trace.name}, read as {found}, has no sessions")
     guess = () if args.trace_format else (f"{args.trace.name} is read as {found}, by its first lines",)
     return replace(workload, remarks=guess + workload.remarks)
+
+
+def session_options(args: argparse.Namespace, model_context: int | None) -> SessionOptions:
+    """The choice of sessions from the arguments. A session must fit --context-length, or else `model_context`."""
+    return SessionOptions(
+        concurrent=args.concurrent_sessions,
+        per_hour=args.sessions_per_hour,
+        sessions=args.sessions,
+        think_cap_s=args.think_cap_s,
+        context_length=_given_flags(args).get("context_length", model_context),
+        cut_long=args.long_sessions == "cut",
+        close=args.close_sessions,
+        seed=args.seed,
+    )
 
 
 def load_tokenizer(path: Path) -> Tokenize:
@@ -287,11 +347,11 @@ def load_tokenizer(path: Path) -> Tokenize:
 
 def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | None) -> Setup:
     """The setup from the arguments; `preset_name` None takes the server's own settings."""
-    profile = _profile_of(args)
+    profile = profile_of(args)
     given = _given_flags(args)
     pool_tokens = given.pop("max_total_tokens", None)
     longest = max(workload.max_output_tokens, int(workload.max_new_tokens.max()))
-    context = given.pop("context_length", workload.max_prompt_tokens + longest + 1)
+    context = given.pop("context_length", min(workload.max_prompt_tokens + longest + 1, profile.context_length))
     CONTEXT_RANGE.check("--context-length", context)
     POOL_TOKENS.check("--max-total-tokens", pool_tokens)
     settings = replace(_base_settings(preset_name, context, profile), **given, max_in_flight=2 if args.overlap else 1)
@@ -329,7 +389,7 @@ def _speculation(args: argparse.Namespace) -> Speculation | None:
     return Speculation(args.draft_tokens, acceptance, args.draft_coverage, draft_s=args.draft_ms / 1e3)
 
 
-def _profile_of(args: argparse.Namespace) -> Profile:
+def profile_of(args: argparse.Namespace) -> Profile:
     """`--profile`, a file or one that was read already, or else the built-in profile of the device."""
     if isinstance(args.profile, Profile):
         return args.profile
@@ -405,6 +465,12 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
         lambda s: f"{s['accepted_draft_tokens']} / {s['draft_tokens']}" if "draft_tokens" in s else "-",
     ),
     ("tokens per verify", lambda s: f"{s['tokens_per_verify']:.2f}" if s.get("tokens_per_verify") else "-"),
+    ("turns / sessions per hour", lambda s: _of_sessions(s, "{turns_per_hour:.0f} / {sessions_per_hour:.1f}")),
+    ("  mean session (s), slowdown", lambda s: _of_sessions(s, "{mean_session_s:.0f}, {mean_slowdown:.2f}")),
+    ("  turn's TTFT p50 / p95 (s)", lambda s: _of_sessions(s, "{ttft_s[p50]:.3g} / {ttft_s[p95]:.3g}")),
+    ("  longest wait of a turn (s)", lambda s: _of_sessions(s, "{longest_wait_s:.3g}")),
+    ("  hit share", lambda s: _share(s["sessions"]["hit_share"]) if "sessions" in s else "-"),
+    ("  recomputed tokens", lambda s: _of_sessions(s, "{recomputed_tokens}")),
     ("device busy", lambda s: _share(s["utilisation"])),
     ("simulated / wall", lambda s: f"{s['sim_seconds']:.0f} s / {s['wall_seconds']:.1f} s"),
     ("decision hash", lambda s: s["decision_hash"][:12]),
@@ -433,10 +499,12 @@ def print_outcomes(results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def table_caption(numbers: Mapping[str, Any]) -> str:
-    """The line above a table: trace, rate, device, error of its cost model, and SLO."""
-    slo = DefaultSlo(**numbers["slo"])
+    """The line above a table: trace, load, device, error of its cost model, and SLO."""
+    slo, load = DefaultSlo(**numbers["slo"]), f"at {numbers['rate_per_s']:.4g} requests/s"
+    if "sessions" in numbers:
+        load = f"in {numbers['sessions']['sessions']} sessions"
     return (
-        f"{numbers['trace']} at {numbers['rate_per_s']:.4g} requests/s on {numbers['replicas']} x {numbers['profile']} "
+        f"{numbers['trace']} {load} on {numbers['replicas']} x {numbers['profile']} "
         f"(cost model error: {trust(numbers['profile_error'])}); SLO: {slo_text(slo)}"
     )
 
@@ -467,6 +535,15 @@ def outcome_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{percent(value)} %"
+
+
+def _of_sessions(numbers: Mapping[str, Any], form: str) -> str:
+    """Figures of the sessions, "-" where there are none or one is not known."""
+    figures = numbers.get("sessions")
+    try:
+        return "-" if figures is None else form.format(**figures)
+    except TypeError:  # no session ended
+        return "-"
 
 
 def _pair(values: Mapping[str, float | None], low: str, high: str) -> str:

@@ -8,7 +8,17 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
 
-from tokenyard.base import NS_PER_S, ConfigError, Event, ExecutorInfo, Finish, Request, Submit
+from tokenyard.base import (
+    NS_PER_S,
+    ConfigError,
+    Event,
+    ExecutorInfo,
+    Finish,
+    Request,
+    SessionEnded,
+    Submit,
+    TurnEnded,
+)
 from tokenyard.base.version import __version__
 from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.adaptive import AdaptivePolicy
@@ -31,7 +41,7 @@ from tokenyard.sim.outcome import (
     blank_outcome,
     executor_info,
 )
-from tokenyard.sim.traces.arrival_queue import ALL, Arrivals
+from tokenyard.sim.traces.arrival_queue import ALL, make_arrivals
 from tokenyard.sim.traces.prompt_ids import BlankContent, Content, UniqueContent
 from tokenyard.sim.traces.workload import Workload, to_ns
 from tokenyard.tape.codec import Origin
@@ -109,7 +119,8 @@ class Simulation:
             setup.schedulers if setup.kv_store is not None and not setup.settings.disable_radix_cache else 0
         )
         self._kv_stores = [self._make_kv_store(number) for number in numbers]
-        self._arrivals = Arrivals(workload, window)
+        self._arrivals = make_arrivals(workload, window)
+        self._served_by: dict[int, list[int]] = {}
         self._sweep_ns = NEVER_NS
         self._exchanges_usage = setup.dp_size > 1 and shares_tenants(setup.settings)
         self._exchanging_usage = False
@@ -203,7 +214,7 @@ class Simulation:
     @property
     def _interleaved(self) -> bool:
         """Whether schedulers must run in order of time because they interact; a single one need not."""
-        return self._routing is not None or self._workload.follows is not None or bool(self._kv_stores)
+        return self._routing is not None or self._workload.sessions is not None or bool(self._kv_stores)
 
     def until_end(self) -> Iterator[int]:
         """Run the simulation. Yields, before each event, the number of requests that have arrived."""
@@ -257,6 +268,8 @@ class Simulation:
         """Request `index` arrives."""
         self._outcome.unloaded_s[index] = self._unloaded(int(self._workload.prompt_tokens[index]))
         request = self._request(index)
+        if self._workload.sessions is not None:
+            request = replace(request, arrival_ns=now)
         if self._routing is None:
             self._send(request, 0, now)
         else:
@@ -339,7 +352,28 @@ class Simulation:
         """Record that the router refused a request."""
         self._outcome.status[number] = REJECTED
         self._outcome.finished_ns[number] = now
-        self._arrivals.ended(number, now)
+        self._end_turn(number, None, now)
+
+    def _end_turn(self, index: int, number: int | None, now: int) -> None:
+        """Request `index` has ended at scheduler `number` (None: at the router): those that wait for it may be sent.
+
+        The schedulers that served a session learn of the end of the turn, and of the session if clients say so.
+        """
+        over, sessions = self._arrivals.ended(index, now), self._workload.sessions
+        if sessions is None:
+            return
+        if number is not None:
+            conversation = int(sessions.conversation[index])
+            turn = TurnEnded(sessions.names[conversation], "tool" if sessions.tool[index] else "user")
+            self.at(now, partial(self.apply, number, turn))
+            served_by = self._served_by.setdefault(conversation, [])
+            if number not in served_by:
+                served_by.append(number)
+        if over and sessions.closed:
+            mine = sessions.conversation[sessions.session == sessions.session[index]]
+            for conversation in dict.fromkeys(mine.tolist()):
+                for place in self._served_by.pop(conversation, ()):
+                    self.at(now, partial(self.apply, place, SessionEnded(sessions.names[conversation])))
 
     def _apply_fleet_event(self, happening: FleetEvent, now: int) -> None:
         """Apply an entry of the fleet's schedule."""
@@ -424,7 +458,7 @@ class Simulation:
             self._routing.finished(finish)
             seen_ns = self._routing.first_seen.pop(index, finish.first_token_ns)
             outcome.first_token_ns[index] = min(seen_ns, finish.first_token_ns)
-        self._arrivals.ended(index, finish.finished_ns)
+        self._end_turn(index, number, max(finish.finished_ns, self._units[number].replica.now))
 
     @property
     def kv(self) -> Network | None:
@@ -442,7 +476,7 @@ class Simulation:
         These are requests that have ended late, and open ones whose first token is overdue.
         """
         routing = self._routing
-        begun = None if routing is None or self._workload.follows is not None else list(routing.first_seen)
+        begun = None if routing is None or self._workload.sessions is not None else list(routing.first_seen)
         return self._outcome.certain_misses(window, self._arrivals.popped, begun)
 
     def outcome(self) -> Outcome:

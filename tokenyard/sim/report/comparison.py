@@ -116,7 +116,7 @@ def facts_of(workload: Workload, setup: Setup, command: str = "") -> dict[str, s
     """The facts about a run that every page shows."""
     return {
         "command": command,
-        "trace": f"{workload.name}: {len(workload)} requests over {workload.arrival_s[-1]:.0f} s",
+        "trace": f"{workload.name}: {len(workload)} requests over {workload.span_s:.0f} s",
         "rate": f"{rate_of(workload):.4g} requests/s",
         "device": f"{setup.replicas} x {setup.profile.name}",
         "cost model": f"{setup.profile.source}; error: {trust(setup.profile.error)}",
@@ -127,7 +127,7 @@ def facts_of(workload: Workload, setup: Setup, command: str = "") -> dict[str, s
 
 def rate_of(workload: Workload) -> float:
     """Requests per second over the whole trace."""
-    return len(workload) / max(float(workload.arrival_s[-1]), 1e-9)
+    return len(workload) / max(workload.span_s, 1e-9)
 
 
 def slo_text(slo: DefaultSlo) -> str:

@@ -10,6 +10,7 @@ from tokenyard.sim.kv.kv_store import KvStoreTotals
 from tokenyard.sim.kv.transfer_figures import transfer_figures
 from tokenyard.sim.outcome import REJECTED, UNFINISHED, Outcome
 from tokenyard.sim.report.scheduler_figures import router_queue, worker_figures
+from tokenyard.sim.report.session_figures import session_figures
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max", 1.0))
 
@@ -62,7 +63,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     computed = int(outcome.completion_tokens.sum()) + counters["prefill_tokens"]
     return {
         "trace": workload.name,
-        "rate_per_s": round(len(workload) / max(float(workload.arrival_s[-1]), 1e-9), 6),
+        "rate_per_s": round(len(workload) / max(workload.span_s, 1e-9), 6),
         "slo": asdict(outcome.setup.slo),
         "profile": outcome.setup.profile.name,
         "profile_error": outcome.setup.profile.error,
@@ -74,7 +75,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "dp_size": outcome.setup.dp_size,
         "requests": len(workload),
         "unknown_lengths": workload.unknown_lengths,
-        "trace_notes": workload.notes,
+        "trace_notes": workload.notes + _too_long(outcome),
         "finished": int(outcome.served.sum()),
         "rejected": int((outcome.status == REJECTED).sum()),
         "unfinished": int((outcome.status == UNFINISHED).sum()),
@@ -105,7 +106,16 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "decision_hash": outcome.decision_hash,
         **transferred,
         **_kv_store(outcome),
+        **({} if workload.sessions is None else {"sessions": session_figures(outcome)}),
     }
+
+
+def _too_long(outcome: Outcome) -> list[str]:
+    """A sentence on the prompts that do not fit the context, if any."""
+    context = outcome.setup.settings.context_length
+    count = int((outcome.workload.prompt_tokens >= context).sum())
+    told = f"{count} prompts do not fit the context of {context} tokens and are refused (--context-length)"
+    return [told] if count else []
 
 
 def _kv_store(outcome: Outcome) -> dict[str, Any]:

@@ -53,13 +53,13 @@ class Conversations:
 
     def _put(self, ids: Int32Array, prompt: Int32Array, place: int, answers: list[tuple[int, Int32Array]]) -> None:
         """Replace the longest match of one of the `answers` in `prompt` at `place`."""
-        lengths = [_common(prompt[place:], answer) for _, answer in answers]
+        lengths = [common_tokens(prompt[place:], answer) for _, answer in answers]
         best = int(np.argmax(lengths))
         positions = np.arange(lengths[best])
         ids[place : place + lengths[best]] = stream_tokens(ANSWER_STREAM + answers[best][0], positions)
 
 
-def _common(left: Int32Array, right: Int32Array) -> int:
+def common_tokens(left: Int32Array, right: Int32Array) -> int:
     """How many leading ids two arrays share."""
     length = min(len(left), len(right))
     differ = np.flatnonzero(left[:length] != right[:length])

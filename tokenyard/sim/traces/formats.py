@@ -11,6 +11,7 @@ openai-jsonl  JSON lines: request bodies of chat completions with a time stamp (
 servegen      folder or tar of client models; requests are drawn from them
 vllm-measured JSON lines: input_toks, output_toks, arrival_time_ns, input_tok_ids
 lmcache-agent folder or tar of sessions, or one session's file, whole texts; needs a tokenizer
+kv-cache-tester folder or tar of sessions of coding agents, lengths and block hashes (see `kv_cache_tester`)
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import numpy as np
 
 from tokenyard.base import INCOMPLETE, ConfigError, Int32Array
 from tokenyard.sim.traces.csv_formats import in_seconds, read_azure, read_burstgpt, read_vidur, seconds_of
+from tokenyard.sim.traces.kv_cache_tester import read_kv_cache_tester
 from tokenyard.sim.traces.read_options import REJECTED_REASONS, ReadOptions, build_workload
 from tokenyard.sim.traces.servegen import read_servegen
 from tokenyard.sim.traces.trace_files import json_object, number, read_lines, read_members, whole
@@ -330,6 +332,7 @@ TRACE_FORMATS: dict[str, Callable[[Path, ReadOptions], Workload]] = {
     "servegen": _servegen,
     "vllm-measured": read_vllm_measured,
     "lmcache-agent": read_lmcache_agent,
+    "kv-cache-tester": read_kv_cache_tester,
 }
 
 

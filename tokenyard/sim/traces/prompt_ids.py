@@ -14,10 +14,14 @@ from typing_extensions import override
 
 from tokenyard.base import Int32Array, Int64Array
 
+UInt64Array = npt.NDArray[np.uint64]
+
 VOCAB_SIZE = 2**31 - 1
 EOS_TOKEN = 0
 UNIQUE_STREAM = 1 << 40
 ANSWER_STREAM = 1 << 41
+
+STREAM_TOKENS = 1 << 20
 
 _POSITION_BITS = np.uint64(20)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -27,10 +31,14 @@ _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 def stream_tokens(stream: npt.ArrayLike, position: npt.ArrayLike) -> Int32Array:
     """Token ids at `position` of `stream`, elementwise: a counter-based hash (the finaliser of SplitMix64).
 
-    Ids run from 1 to `VOCAB_SIZE - 1`; the end-of-sequence token is never one of them. Streams are below 2**43,
-    positions below 2**20.
+    Ids run from 1 to `VOCAB_SIZE - 1`; the end-of-sequence token is never one of them. Streams are below 2**43. A
+    stream has `STREAM_TOKENS` positions; those beyond are the next stream's.
     """
-    x = (np.asarray(stream, np.uint64) << _POSITION_BITS) + np.asarray(position, np.uint64)
+    return hashed((np.asarray(stream, np.uint64) << _POSITION_BITS) + np.asarray(position, np.uint64))
+
+
+def hashed(x: UInt64Array) -> Int32Array:
+    """Token ids of counters (stream * `STREAM_TOKENS` + position), elementwise."""
     x = (x ^ (x >> _SHIFT_1)) * _MIX_1
     x = (x ^ (x >> _SHIFT_2)) * _MIX_2
     x ^= x >> _SHIFT_3
@@ -67,9 +75,10 @@ class UniqueContent(Content):
 
 
 class SegmentContent(Content):
-    """Prompts as chains of segments: request `i` owns the entries `offsets[i] : offsets[i + 1]` of both columns.
+    """Prompts as chains of segments: request `i` owns the entries `offsets[i] : offsets[i + 1]` of all columns.
 
-    streams: int64[m]. lengths: int32[m], tokens of each segment; the last one is cut to the prompt's length.
+    streams: int64[m].
+    lengths: int32[m], tokens of each segment; the last one is cut to the prompt's length.
     """
 
     def __init__(self, streams: Int64Array, lengths: Int32Array, offsets: Int64Array) -> None:
@@ -82,6 +91,27 @@ class SegmentContent(Content):
         streams = np.repeat(self._streams[here], lengths)[:tokens]
         begins = np.repeat(np.cumsum(lengths) - lengths, lengths)[:tokens]
         return stream_tokens(streams, np.arange(len(streams)) - begins)
+
+
+class SlicedContent(Content):
+    """Prompts as a few long slices of streams: request `i` owns the entries `offsets[i] : offsets[i + 1]` of all
+    columns.
+
+    streams: int64[m].
+    begins: int64[m], the position in the stream at which each slice begins; may exceed `STREAM_TOKENS`.
+    lengths: int32[m], tokens of each slice; the last one is cut to the prompt's length.
+    """
+
+    def __init__(self, streams: Int64Array, begins: Int64Array, lengths: Int32Array, offsets: Int64Array) -> None:
+        self._counters: Int64Array = streams * STREAM_TOKENS + begins
+        self._lengths, self._offsets = lengths, offsets
+
+    @override
+    def prompt_ids(self, index: int, tokens: int) -> Int32Array:
+        here = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        slices = zip(self._counters[here].tolist(), self._lengths[here].tolist(), strict=True)
+        counters = np.concatenate([np.arange(begin, begin + length, dtype=np.uint64) for begin, length in slices])
+        return hashed(counters[:tokens])
 
 
 class TokenContent(Content):

@@ -1,12 +1,13 @@
 """Options of the trace readers, and the handling of bad lines."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from tokenyard.base import ConfigError, Int32Array
+from tokenyard.sim.traces.sessions import SessionOptions
 from tokenyard.sim.traces.workload import Workload, WorkloadBuilder
 
 REJECTED_REASONS = ("invalid", "too_long")
@@ -25,6 +26,9 @@ class ReadOptions:
     limit: most requests to read or draw.
     skip_bad: leave out lines that cannot be read.
     skip_unknown: leave out answers of unknown length instead of drawing it.
+    sessions: which sessions of a trace of sessions run, and when each starts.
+    share_system_prompt: tools and system prompt of sessions of the same client are the same, where the trace knows
+        their lengths only.
     """
 
     seed: int = 0
@@ -32,6 +36,8 @@ class ReadOptions:
     limit: int | None = None
     skip_bad: bool = False
     skip_unknown: bool = False
+    sessions: SessionOptions = field(default_factory=SessionOptions)
+    share_system_prompt: bool = False
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:

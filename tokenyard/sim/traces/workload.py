@@ -20,6 +20,7 @@ from tokenyard.base import (
 )
 from tokenyard.sim.traces.censored_lengths import draw_lengths
 from tokenyard.sim.traces.prompt_ids import Content, SegmentContent, TokenContent, UniqueContent
+from tokenyard.sim.traces.sessions import Sessions
 
 LENGTH_KNOWN = -1
 NO_PRIORITY = -(2**31)
@@ -46,7 +47,7 @@ COLUMNS = (
 class Workload:
     """Requests in order of arrival, as columns of equal length.
 
-    arrival_s: float64[n], from 0, ascending.
+    arrival_s: float64[n], from 0, ascending. With `sessions` the run decides: 0 before it.
     prompt_tokens, output_tokens: int32[n], at least 1.
     max_new_tokens: int32[n], the limit of each request, or 0 for the length of the largest answer.
     tenants, classes: names, indexed by tenant and service_class.
@@ -58,8 +59,7 @@ class Workload:
     seen_tokens: int32[n], LENGTH_KNOWN, or for an answer that did not end by itself the tokens that were seen of it;
         output_tokens is then a draw (`sim.traces.censored_lengths`).
     remarks: what was left out or guessed when the trace was read, one sentence each.
-    follows: int32[n], request after whose end a request arrives, `arrival_s` later, or -1; None if all arrive at their
-        own times.
+    sessions: when requests are sent that wait for the end of others; None if all arrive at their own times.
     adapters: names of LoRA adapters, "" for none.
     adapter: int32[n], index into `adapters`; None if no request has one.
     """
@@ -80,19 +80,24 @@ class Workload:
     slo_tpot_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
     seen_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     remarks: tuple[str, ...] = ()
-    follows: Int32Array | None = None
+    sessions: Sessions | None = None
     adapters: tuple[str, ...] = ("",)
     adapter: Int32Array | None = None
 
     def __post_init__(self) -> None:
-        span_s = float(self.arrival_s[-1]) if len(self) else 0.0
-        if not span_s < MAX_SPAN_S:
+        if not self.span_s < MAX_SPAN_S:
             raise ConfigError(
-                f"{self.name}: the last request comes {span_s:g} s after the first; it must be below {MAX_SPAN_S:g} s"
+                f"{self.name}: the last request comes {self.span_s:g} s after the first; it must be below "
+                f"{MAX_SPAN_S:g} s"
             )
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return float(self.arrival_s.max()) if len(self) else 0.0
 
     @cached_property
     def max_output_tokens(self) -> int:
@@ -126,10 +131,14 @@ class Workload:
         return notes
 
     def scaled(self, rate_scale: float) -> "Workload":
-        """The same requests arriving `rate_scale` times as fast. Raises ConfigError unless it is above 0."""
+        """The same requests arriving, or sessions starting, `rate_scale` times as fast.
+
+        Raises ConfigError unless it is above 0.
+        """
         if not rate_scale > 0.0:
             raise ConfigError(f"--rate-scale is {rate_scale}; it must be above 0")
-        return replace(self, arrival_s=self.arrival_s / rate_scale)
+        sessions = None if self.sessions is None else self.sessions.scaled(rate_scale)
+        return replace(self, arrival_s=self.arrival_s / rate_scale, sessions=sessions)
 
     def limited(self, requests: int | None) -> "Workload":
         """The first `requests` requests (None: all). Raises ConfigError if that is not at least 1."""
@@ -137,10 +146,16 @@ class Workload:
             return self
         if requests < 1:
             raise ConfigError(f"--limit is {requests}; it must be at least 1")
-        return self.only(slice(requests))
+        first = replace(self, sessions=None).only(slice(requests))
+        return first if self.sessions is None else replace(first, sessions=self.sessions.first(requests))
 
     def only(self, chosen: slice | BoolArray) -> "Workload":
-        """The chosen requests, renumbered. Shared prefixes stay correct only if these are the first requests."""
+        """The chosen requests, renumbered. Shared prefixes stay correct only if these are the first requests.
+
+        Raises ConfigError for a workload of sessions, whose requests wait for each other.
+        """
+        if self.sessions is not None:
+            raise ConfigError(f"{self.name}: requests of sessions cannot be chosen one by one")
         adapter = None if self.adapter is None else self.adapter[chosen]
         return replace(self, adapter=adapter, **{name: getattr(self, name)[chosen] for name in COLUMNS})
 
@@ -154,6 +169,7 @@ class Workload:
         tokens = int(self.prompt_tokens[index])
         asked = int(self.max_new_tokens[index]) or self.max_output_tokens
         longest = int(self.output_tokens[index]) if true_length else asked
+        sessions = self.sessions
         return Request(
             number=index,
             rid=str(index),
@@ -166,6 +182,8 @@ class Workload:
             deadline_ns=_ns_or_none(self.deadline_s[index]),
             slo=None if slo.ttft_ns is slo.tpot_ns is None else slo,
             lora="" if self.adapter is None else self.adapters[self.adapter[index]],
+            session="" if sessions is None else sessions.names[sessions.conversation[index]],
+            turn=0 if sessions is None else int(sessions.turn[index]),
         )
 
 
