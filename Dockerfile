@@ -20,6 +20,10 @@ COPY tokenyard ./tokenyard
 RUN /venv/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt '.[torch]'
 
 FROM python:3.12-slim
+# Triton compiles a small launcher at the first use of a GPU, so the image for CUDA needs a C compiler.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN case "$TORCH_INDEX" in */cpu) ;; *) apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* ;; esac
 RUN useradd --create-home --uid 10001 tokenyard
 COPY --from=build /venv /venv
 USER tokenyard

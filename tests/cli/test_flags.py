@@ -138,8 +138,8 @@ def test_the_value_of_a_misplaced_key_is_not_shown(tmp_path):
         ("slo-classs: {}", "did you mean slo-classes"),
         ("tenants: {acme: {wieght: 2}}", "acme has no setting 'wieght'"),
         ("tenant-keys: {a: k}", "needs --admin-api-key"),
-        ("tenant-keys: {a: k, b: k}\napi-key: x", "a key of its own"),
-        ("tenant-keys: {a: ''}\napi-key: x", "a key of its own"),
+        ("tenant-keys: {a: k, b: k}\napi-key: x", "every tenant its own key"),
+        ("tenant-keys: {a: ''}\napi-key: x", "every tenant its own key"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, content, words):

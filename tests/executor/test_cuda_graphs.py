@@ -10,8 +10,9 @@ import torch
 
 from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import ConfigError
+from tokenyard.executor.cuda_devices import choose_device
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes, why_not
-from tokenyard.executor.model_loader import choose_device, read_folder_config
+from tokenyard.executor.model_loader import read_folder_config
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
+from tokenyard.executor.cuda_devices import choose_device, prepare_cuda
 from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.model_loader import (
     _device_of_rank,
-    _prepare_cuda,
-    choose_device,
     choose_dtype,
     load_executor,
     read_folder_config,
@@ -270,9 +269,10 @@ def test_ranks_of_a_divided_model_have_a_gpu_each(monkeypatch):
 def test_a_gpu_computes_exactly_and_needs_no_graph_per_length(monkeypatch):
     chosen, cudnn, precision = [], torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     torch.set_float32_matmul_precision("high")
     try:
-        _prepare_cuda(torch.device("cuda:1"))
+        prepare_cuda(torch.device("cuda:1"))
         assert chosen == [torch.device("cuda:1")]
         assert torch.get_float32_matmul_precision() == "highest"
         assert not torch.backends.cuda.cudnn_sdp_enabled()

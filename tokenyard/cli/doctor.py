@@ -99,6 +99,8 @@ def device() -> dict[str, Any]:
         return {"torch": None, "would_choose": "mock executor only: torch is not installed"}
     import torch
 
+    from tokenyard.executor.cuda_devices import why_no_cuda
+
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -109,8 +111,19 @@ def device() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "kernels": "torch's own" + (f", CPU level {torch.backends.cpu.get_cpu_capability()}" if not devices else ""),
         "native_kernels": native_kernels(),
+        "triton": triton_kernels(),
+        "no_cuda": why_no_cuda(),
         "would_choose": "cuda" if devices else "cpu",
     }
+
+
+def triton_kernels() -> str:
+    """Whether Triton could build its launcher here, or why not."""
+    from tokenyard.executor.attention.triton.available import installed, why_no_launcher
+
+    if not installed():
+        return "the package triton is not installed"
+    return why_no_launcher() or "installed, and its launcher can be built"
 
 
 def native_kernels() -> str:
@@ -149,6 +162,8 @@ def find_problems(settings: Settings, report: dict[str, Any]) -> list[str]:
         return [error.message]
     if chosen.executor == "torch" and report["device"]["torch"] is None:
         problems.append("the executor torch needs the package torch: pip install 'tokenyard[torch]'")
+    if chosen.executor == "torch" and chosen.device == "auto" and (reason := report["device"].get("no_cuda")):
+        problems.append(f"{reason}; or choose the CPU with --device cpu")
     if chosen.device == "cuda" and not report["device"].get("cuda_devices"):
         problems.append("--device is cuda, but torch sees no CUDA device")
     folder = Path(chosen.model_path).expanduser()

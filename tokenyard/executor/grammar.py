@@ -89,9 +89,9 @@ class VocabMasks:
         """
         places = to_device(self.places, logits.device)
         masked = logits[places] + self.values
-        empty = masked.amax(dim=-1) == float("-inf")
-        masked[empty] = self.values[empty]
-        logits[places] = masked
+        empty = masked.amax(dim=-1, keepdim=True) == float("-inf")
+        # A bool index would make the host wait for the device.
+        logits[places] = torch.where(empty, self.values, masked)
 
 
 @dataclass(slots=True)

@@ -60,7 +60,9 @@ class DeviceBlocks:
 
     def _stage(self, size: int) -> torch.Tensor:
         if len(self._staging) < size:
-            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+            # Pinned memory belongs to the current device; without the stream that is device 0 on every rank.
+            with torch.cuda.stream(self._stream):
+                self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         return self._staging[:size]
 
     def _wait(self) -> None:

@@ -16,6 +16,7 @@ from tokenyard.executor.backend_choice import (
     make_model,
     make_sampling_backend,
 )
+from tokenyard.executor.cuda_devices import choose_device, prepare_cuda
 from tokenyard.executor.cuda_graph_runner import DEFAULT_MAX_CAPTURE_BS, capture_graphs
 from tokenyard.executor.cuda_graph_runner import why_not as why_not_record
 from tokenyard.executor.distributed.partition import ModelPartition, layers_only
@@ -131,6 +132,8 @@ def load_executor(
     layers = _load_layers(choice, whole, folder, given, target, kind, length, part)
     adapters = _make_adapters(layers, config, given, target, kind)
     drafts_from = _draft_config(given.draft_model, folder, config, length) if given.draft_tokens else None
+    # The pool takes what the weights of both models leave free.
+    draft_layers = None if drafts_from is None else _load_draft_layers(drafts_from, given, length, target, kind)
     parted = part is None and drafts_from is None and 0 < max(config.windows) < length
     ratio = given.swa_full_tokens_ratio if parted else 0.0
     num_pages = choose_num_pages(
@@ -169,9 +172,10 @@ def load_executor(
         model = _recorded(model, config, choice, given, target, divided=divided, adapters=adapted)
 
     def drafter(choose: Choose) -> Drafter:
-        if drafts_from is None:
+        if drafts_from is None or draft_layers is None:
             return NgramDrafter(given.draft_tokens)
-        return _model_drafter(drafts_from, given, info, pages, target, kind, choose)
+        draft_pool = _make_pool(drafts_from, info, target, kind)
+        return ModelDrafter(given.draft_tokens, make_model(*draft_layers, draft_pool, pages), draft_pool, pages, choose)
 
     sampling_backend = make_sampling_backend(choice, config)
     return make(model, pool, pages, info, target, drafter if given.draft_tokens else None, sampling_backend, adapters)
@@ -181,7 +185,7 @@ def _prepare_device(given: LoadOptions, part: ModelPartition | None) -> tuple[to
     """The device, ready for use, and how many ranks share its memory."""
     target, sharing = _device_of_rank(given.device, given.rank, given.ranks, part, given.nodes)
     if target.type == "cuda":
-        _prepare_cuda(target)
+        prepare_cuda(target)
     if given.threads:
         torch.set_num_threads(given.threads)
     if min(given.page_size, given.max_pool_rows) < 1:
@@ -219,21 +223,13 @@ def _recorded(
     )
 
 
-def _model_drafter(
-    config: ModelConfig,
-    given: LoadOptions,
-    info: ExecutorInfo,
-    pages: PageTable,
-    device: torch.device,
-    dtype: torch.dtype,
-    choose: Choose,
-) -> Drafter:
-    """Load the draft model, which has this config and shares the page table of the target model."""
+def _load_draft_layers(
+    config: ModelConfig, given: LoadOptions, context_length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[BackendChoice, Decoder | NativeDecoder]:
+    """Load the weights of the draft model, which has this config. Returns how it is computed, and its layers."""
     choice = _choose_backends(replace(given, quantization="none", deterministic=False), config, dtype, device)
     folder = resolve_model_path(given.draft_model)
-    layers = _load_layers(choice, config, folder, given, device, dtype, info.context_length, None)
-    pool = _make_pool(config, info, device, dtype)
-    return ModelDrafter(given.draft_tokens, make_model(choice, layers, pool, pages), pool, pages, choose)
+    return choice, _load_layers(choice, config, folder, given, device, dtype, context_length, None)
 
 
 def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_length: int) -> ModelConfig | None:
@@ -278,24 +274,6 @@ def read_folder_config(folder: Path) -> ModelConfig:
     return read_model_config(read_json(folder / "config.json"), read_json(generation) if generation.exists() else None)
 
 
-def choose_device(name: str) -> torch.device:
-    """Turn "auto", "cpu", "cuda" (the same as cuda:0) or "cuda:N" into a device that is there. Raises ConfigError."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if device.type == "cpu":
-        return device
-    device = torch.device("cuda", device.index or 0)
-    if not torch.cuda.is_available() or device.index >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
 def _device_of_rank(
     name: str, rank: int, ranks: int, part: ModelPartition | None, nodes: int = 1
 ) -> tuple[torch.device, int]:
@@ -315,16 +293,6 @@ def _device_of_rank(
         return target, ranks
     devices = torch.cuda.device_count()
     return torch.device("cuda", rank % devices), len(range(rank % devices, ranks, devices))
-
-
-def _prepare_cuda(device: torch.device) -> None:
-    """Set what torch keeps per process: the current device, and how products and attention are computed."""
-    # Events and pinned memory belong to the current device, whatever device the tensors are on.
-    torch.cuda.set_device(device)
-    # Images of some vendors turn TF32 on, which keeps 10 of the 23 bits of a float32.
-    torch.set_float32_matmul_precision("highest")
-    # cuDNN builds a new graph for every number of keys, and a decode has one more key at every step.
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:

@@ -5,8 +5,11 @@ with this code: the tests replace it by a module with the same signatures.
 """
 
 import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,11 @@ def why_not(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> st
         return f"flashinfer needs a CUDA device, not {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer is not installed (pip install 'tokenyard[flashinfer]')"
+    if importlib.util.find_spec("flashinfer_cubin") is None and not _has_nvcc():
+        return (
+            "flashinfer compiles its kernels at the first request and finds no nvcc (install the CUDA toolkit, or set"
+            " CUDA_HOME)"
+        )
     if config.head_dim not in HEAD_DIMS:
         return f"flashinfer takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {config.head_dim}"
     if dtype not in DTYPES:
@@ -41,6 +49,11 @@ def why_not(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> st
     if config.sinks:
         return "its kernels that choose by themselves know no attention sinks, which this model has"
     return ""
+
+
+def _has_nvcc() -> bool:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").is_file()
 
 
 @dataclass(slots=True)

@@ -95,7 +95,7 @@ class DpAttentionRanks:
             own, barrier_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._barrier = StepBarrier([barrier_end, *self._ends], [name_of(rank) for rank in range(self.size)])
         own.settimeout(None)
-        self.participant = Participant(own, idle, self.places.set, name_of(0))
+        self.participant = Participant(own, idle, self.places.set, name_of(self.rank), name_of(0))
         threading.Thread(target=self._watch, name="stopped ranks", daemon=True).start()
 
     def close(self) -> None:
@@ -203,7 +203,10 @@ class DpAttentionExecutor(ModelExecutor):
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """Compute an idle batch in a step of the others."""
+        """Compute an idle batch in a step of the others, on the thread that listens to rank 0."""
+        if self._device.type == "cuda":
+            # The current device is set per thread, and Triton launches on it wherever the tensors are.
+            torch.cuda.set_device(self._device)
         assert isinstance(self.model, TorchModel)
         self.model.idle()
 

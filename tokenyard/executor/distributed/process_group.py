@@ -48,11 +48,13 @@ class ProcessGroup(Protocol):
 class TorchProcessGroup:
     """Ranks that are processes, by torch.distributed: gloo between CPUs, NCCL between CUDA devices.
 
-    `failed` turns an error of the connection into the one that is raised.
+    failed: turns an error of the connection into the one that is raised.
+    pipeline: whether each rank also sends to the next one, and the last to the first.
     """
 
-    def __init__(self, failed: Callable[[Exception], Exception]) -> None:
+    def __init__(self, failed: Callable[[Exception], Exception], *, pipeline: bool = False) -> None:
         self._failed = failed
+        self._pipeline = pipeline
         self._group: Any = None
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -77,6 +79,22 @@ class TorchProcessGroup:
                 raise self._failed(error) from error
         # The connections are made by the first exchange.
         self.all_reduce(torch.zeros(1, device=device))
+        if self._pipeline:
+            self._connect_neighbours(torch.zeros(1, device=device))
+
+    def _connect_neighbours(self, one: torch.Tensor) -> None:
+        """Exchange one element between neighbouring ranks, in the same order of pairs on all of them.
+
+        NCCL makes a communicator for a pair at its first send, by way of the store, and the store's file is removed
+        once all ranks are connected.
+        """
+        rank, size = self._group.rank(), self._group.size()
+        pairs = {(min(low, high), max(low, high)) for low, high in ((k, (k + 1) % size) for k in range(size))}
+        for low, high in sorted(pairs):
+            if rank == low:
+                self.send(one, high)
+            elif rank == high:
+                self.receive(torch.empty_like(one), low)
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks; see ProcessGroup."""

@@ -72,7 +72,7 @@ class ModelRanks:
         self.own_name = name_of(form, 0, size)
         self.kv: list[MappedKv] | None = [] if share_kv else None
         self.on_lost: Callable[[str], None] = lambda reason: None
-        self.group = TorchProcessGroup(self._connection_failed)
+        self.group = TorchProcessGroup(self._connection_failed, pipeline=form != "tensor")
         self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-tp-")
         self._reason = ""
         self._lost = threading.Event()

@@ -47,7 +47,9 @@ class RankProcess:
         self._setup = setup = wire.receive(RankSetup)
         self._memory = SharedMemory(memory, setup.places)
         self._ring = RingReader(self._memory, setup.place, bell)
-        self._group = TorchProcessGroup(lambda error: DeviceLostError(f"it lost the other ranks: {error}"))
+        self._group = TorchProcessGroup(
+            lambda error: DeviceLostError(f"it lost the other ranks: {error}"), pipeline=setup.form != "tensor"
+        )
         part = TensorParallelShard if setup.form == "tensor" else PipelineStage
         self._part: ModelPartition = part(setup.rank, setup.size, self._group, self._agree)
         setproctitle.setproctitle(f"tokenyard: {setup.name} of rank {setup.options.get('rank', 0)}")

@@ -73,13 +73,24 @@ class StepBarrier:
 
 
 class Participant:
-    """One rank. idle: computes an idle batch; begin_step: gets the number of tokens of each rank before a step."""
+    """One rank.
+
+    end: the packet socket to the hub.
+    idle: computes an idle batch; an exception ends the group.
+    begin_step: gets the number of tokens of each rank before a step.
+    own_name, rank0_name: names in messages.
+    """
 
     def __init__(
-        self, end: socket.socket, idle: Callable[[], None], begin_step: Callable[[list[int]], None], rank0_name: str
+        self,
+        end: socket.socket,
+        idle: Callable[[], None],
+        begin_step: Callable[[list[int]], None],
+        own_name: str,
+        rank0_name: str,
     ) -> None:
         self._end, self._idle, self._begin_step = end, idle, begin_step
-        self._rank0_name = rank0_name
+        self._own_name, self._rank0_name = own_name, rank0_name
         self._state = FREE
         self._changed = threading.Condition()
         self._reason = ""
@@ -136,14 +147,11 @@ class Participant:
         while (data := _receive(self._end)) and data[:1] != LOST:
             if data[:1] == CALL:
                 self._join()
-            else:
-                self._go([count for (count,) in _COUNT.iter_unpack(data[1:])])
+            elif not self._go([count for (count,) in _COUNT.iter_unpack(data[1:])]):
+                return
         if self._closing:
             return
-        with self._changed:
-            self._reason = data[1:].decode() or f"{self._rank0_name} has gone"
-            self._changed.notify_all()
-        self._tell_loss(self._reason)
+        self._lose(data[1:].decode() or f"{self._rank0_name} has gone")
 
     def _join(self) -> None:
         """Answer a call with 0 tokens, unless this rank has asked for a round meanwhile."""
@@ -154,20 +162,35 @@ class Participant:
                 self._state = "idle"
                 self._say(0)
 
-    def _go(self, counts: list[int]) -> None:
+    def _go(self, counts: list[int]) -> bool:
+        """Begin a step; False if an idle batch failed, which ends the group."""
         self._begin_step(counts)
         self.rounds += 1
         with self._changed:
             if self._state == ASKED:
                 self._state = OWN
                 self._changed.notify_all()
-                return
+                return True
         self.idle_steps += 1
         try:
             self._idle()
         except DeviceLostError:
             logger.debug("a round was cut off")
+        except Exception as error:
+            # The others are past this point of the step, so this rank cannot rejoin them.
+            logger.exception("an idle batch failed")
+            self._lose(f"{self._own_name} failed in an idle batch: {type(error).__name__}: {error}")
+            self._end.close()
+            return False
         self.end()
+        return True
+
+    def _lose(self, reason: str) -> None:
+        """Report a loss to whoever waits for a round, and to `on_lost`."""
+        with self._changed:
+            self._reason = reason
+            self._changed.notify_all()
+        self._tell_loss(reason)
 
 
 def _receive(end: socket.socket) -> bytes:
