@@ -11,7 +11,8 @@ TORCH_FLAGS = $(shell command -v nvidia-smi >/dev/null 2>&1 || $(PYTHON) -c '$(P
 	! command -v nvidia-smi >/dev/null 2>&1 && echo --extra-index-url $(TORCH_INDEX))
 
 # OpenMP's threads would get in each other's way, as the tests use all cores themselves.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests start hundreds of Python processes, which would compile the package again if they could not keep the result.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One more than there are cores, as many tests wait for servers that start.
 WORKERS = $(shell $(BIN)/python -c "import os; print(min(4, os.cpu_count() + 1))")
 PARALLEL = -n $(WORKERS) --dist worksteal

@@ -97,6 +97,7 @@ def test_wrong_arguments_are_one_line(capsys, argv, complaint):
     assert shown.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_prefill_engines_and_kv_stores_are_variants(tmp_path, capsys):
     out = tmp_path / "o.json"
     kinds = ["--prefill-shares", "0.5", "--link-gbit", "400", "--kv-stores", "0+0,40+0", "--policies", "fcfs"]

@@ -256,6 +256,7 @@ def same_outcome(requests: Workload, chosen: Setup) -> Outcome:
     return repeating
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", ["sglang-default", "sglang-lpm", "vllm-default", "sarathi"])
 @pytest.mark.parametrize("pool_tokens", [None, 16_000])
 def test_the_simulator_serves_alike(name, pool_tokens):
@@ -263,6 +264,7 @@ def test_the_simulator_serves_alike(name, pool_tokens):
     same_outcome(traffic, setup(name, settings={"disable_radix_cache": False}, kv_pool_tokens=pool_tokens))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -76,6 +76,7 @@ class Driven:
         exchange._close()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("policy", "kind", "room", "settings"), CASES)
 def test_the_router_chooses_what_the_simulator_chose(policy, kind, room, settings, monkeypatch):
     traffic = synthetic(kind, 120, 40.0, seed=3)

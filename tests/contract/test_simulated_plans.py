@@ -57,6 +57,7 @@ def driven(requests: Workload, chosen: Setup) -> list[tuple[int, tuple[bytes, ..
     return seen
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", ["sglang-default", "sglang-lpm", "vllm-default", "sarathi"])
 @pytest.mark.parametrize("pool_tokens", [None, 24_000])
 def test_simulator_and_mock_make_the_same_plans(name, pool_tokens):

@@ -93,6 +93,7 @@ def test_the_prompt_is_computed_there_and_the_answer_decoded_here():
     world.settle()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("what", BREAKS)
 def test_whatever_breaks_at_whatever_moment(what, moment):
@@ -102,6 +103,7 @@ def test_whatever_breaks_at_whatever_moment(what, moment):
     world.settle()
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("fate", ["lost", "doubled"])
 @pytest.mark.parametrize(
     ("sender", "kind"), [("d", "Want"), ("p", "Offer"), ("d", "Done"), ("p", "Done"), ("d", "Beat"), ("p", "Beat")]

@@ -100,6 +100,7 @@ FIELDS = (
 )
 
 
+@pytest.mark.part(4)
 @pytest.mark.usefixtures("bystander")
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -114,12 +115,14 @@ def test_an_unknown_model(mock_server):
     assert refused(mock_server, TEXT, {"prompt": "x", "model": "other"}, 404)["code"] == "model_not_found"
 
 
+@pytest.mark.part(4)
 @pytest.mark.usefixtures("bystander")
 @pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE, "/tokenize"])
 def test_a_body_of_50_megabytes(mock_server, path):
     assert refused(mock_server, path, b'{"prompt": "' + b"x" * 50_000_000 + b'"}', 413)["code"] == "body_too_large"
 
 
+@pytest.mark.part(4)
 @pytest.mark.usefixtures("bystander")
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -162,6 +165,7 @@ def test_values_nested_too_deeply_are_refused(mock_server):
     assert answer.status_code == 200, "arguments that are no JSON stay text"
 
 
+@pytest.mark.slow
 def test_silent_connections_leave_probes_an_answer():
     """More connections than the process may open files; other requests get a clear refusal, and work afterwards."""
     with closing(Server("--executor", "mock", prefix=("sh", "-c", 'ulimit -n 128; exec "$0" "$@"'))) as server:

@@ -46,6 +46,7 @@ def wait_until(condition, most_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), pytest.param(("--tp-size", "2", "--threads", "2"), marks=pytest.mark.slow)])
 def test_a_restarted_server_finds_its_kv(tmp_path, more):
     flags = (*FLAGS, "--hicache-storage-dir", str(tmp_path), *more)
@@ -79,6 +80,7 @@ def events(lines) -> list[dict]:
     return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
+@pytest.mark.slow
 def test_a_paused_request_outlives_a_server_that_is_killed(tmp_path):
     flags = (*FLAGS, "--hicache-storage-dir", str(tmp_path))
     body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 400, "seed": 5, "ignore_eos": True}}
@@ -113,6 +115,7 @@ def test_a_paused_request_outlives_a_server_that_is_killed(tmp_path):
         server.close()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_is_one_line(tmp_path):
     (tmp_path / "slab-0000.kv").write_bytes(b"not a slab" * 1000)
     command = [

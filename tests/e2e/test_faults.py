@@ -11,6 +11,7 @@ pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), r
 STREAMS = 24
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_is_restarted_and_every_stream_completes():
     outcome = faults.kill_scheduler(STREAMS)
     assert outcome.ends == {"done": STREAMS}
@@ -26,6 +27,7 @@ def all_went_on(outcome, streams):
     assert outcome.exit_status == 0
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_leave_their_streams_to_the_others_without_gap_or_repeat():
     all_went_on(faults.break_ranks(STREAMS, 2, (signal.SIGKILL,), tokens=30), 2 * STREAMS)
 
@@ -42,6 +44,7 @@ def test_a_broken_detokenizer_is_restarted_and_no_stream_has_a_gap_or_repeat(num
     all_went_on(faults.break_detokenizer(STREAMS, 2, number), STREAMS)
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_process_behind():
     outcome = faults.kill_server(STREAMS)
     assert sum(outcome.ends.values()) == STREAMS
@@ -55,6 +58,7 @@ def test_clients_that_disconnect_lose_no_pages():
     assert outcome.exit_status == 0
 
 
+@pytest.mark.slow
 def test_clients_that_disconnect_free_their_kv_within_a_second():
     outcome = faults.hang_up(STREAMS)
     assert outcome.ends == {"disconnected": STREAMS}
@@ -64,6 +68,7 @@ def test_clients_that_disconnect_free_their_kv_within_a_second():
     assert outcome.exit_status == 0
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_with_retry_after():
     outcome = faults.full_queue(STREAMS)
     assert set(outcome.ends) == {"done", "503 + Retry-After"}

@@ -103,6 +103,7 @@ def test_a_client_that_disconnects_frees_its_place(steady_server, stream):
     assert wait_until(lambda: running(steady_server) == 0, timeout_s=3.0)
 
 
+@pytest.mark.slow
 def test_the_address_of_the_box_can_be_called():
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
@@ -132,6 +133,7 @@ def test_first_signal_drains(slow_server):
     assert wait_until(lambda: not any(alive(pid) for pid in children))
 
 
+@pytest.mark.slow
 def test_when_the_time_is_over_streams_end_with_an_error():
     server = Server(*SLOW, "--shutdown-timeout", "0.2")
     stream = Stream(server, 900)
@@ -142,6 +144,7 @@ def test_when_the_time_is_over_streams_end_with_an_error():
     assert events(stream.text)[-1]["error"]["code"] == "draining"
 
 
+@pytest.mark.slow
 def test_second_signal_stops_at_once(slow_server):
     stream = Stream(slow_server, 900)
     assert stream.begun.wait(20)
@@ -153,6 +156,7 @@ def test_second_signal_stops_at_once(slow_server):
     assert wait_until(lambda: not any(alive(pid) for pid in children))
 
 
+@pytest.mark.slow
 def test_an_incomplete_request_does_not_delay_the_exit(slow_server):
     host, port = slow_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -163,6 +167,7 @@ def test_an_incomplete_request_does_not_delay_the_exit(slow_server):
     assert "Traceback" not in slow_server.log
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
 @pytest.mark.parametrize("files", ["2>/dev/full", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)])
 def test_a_server_that_cannot_write_its_log_serves(files):
@@ -186,6 +191,7 @@ def answers(port):
         return False
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_signal_while_the_model_loads_ends_at_once(to_all):
     server = Server("--device", "cpu", ready=False)
@@ -210,6 +216,7 @@ def whole_text(answer_events):
     return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
 
 
+@pytest.mark.slow
 def test_streams_outlive_a_killed_scheduler_without_gap_or_repeat():
     """It is started again first. tests/e2e/test_faults.py does the same with several ranks."""
     server = Server("--executor", "mock", "--mock-step-ms", "20")
@@ -234,6 +241,7 @@ def test_streams_outlive_a_killed_scheduler_without_gap_or_repeat():
     assert "the scheduler was killed by signal 9; rank 0 starts again" in server.log
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_again_ends_requests_and_the_server(tmp_path):
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     server = Server(*SLOW, "--model", str(folder))
@@ -248,6 +256,7 @@ def test_an_engine_that_cannot_start_again_ends_requests_and_the_server(tmp_path
     assert "tokenyard: " in server.log
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
     server = Server("--executor", "mock", "--model", str(tmp_path), ready=False)
     assert server.wait(60) == 2
@@ -264,6 +273,7 @@ def test_a_missing_model_is_one_line(flags):
     assert server.log == "tokenyard: there is no model folder '/nonexistent/model'\n"
 
 
+@pytest.mark.slow
 def test_a_port_in_use_ends_with_a_reason():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = Server("--executor", "mock", "--port", str(taken.getsockname()[1]), ready=False)
@@ -272,6 +282,7 @@ def test_a_port_in_use_ends_with_a_reason():
     assert "Traceback" not in server.log
 
 
+@pytest.mark.slow
 def test_token_ids_only():
     server = Server("--executor", "mock", "--mock-step-ms", "1", "--skip-tokenizer-init")
     try:

@@ -139,6 +139,7 @@ def test_an_address_that_is_taken_is_a_json_line_too():
     assert any("cannot listen on" in line["message"] and line["level"] == "critical" for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_tls(tmp_path):
     key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")

@@ -81,6 +81,7 @@ def test_a_mock_server_under_load(tmp_path, flags):
     assert {"Cancel", "StopFound", "Pause", "Resume"} <= kinds
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model is not there")
 def test_a_real_server_on_the_cpu(tmp_path):
     pytest.importorskip("torch")

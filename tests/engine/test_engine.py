@@ -325,6 +325,7 @@ def titled(pid, title):
     return max(found, key=lambda child: child.create_time())
 
 
+@pytest.mark.slow
 def test_an_engine_whose_detokenizer_cannot_start_again_ends_every_stream(before, monkeypatch):
     monkeypatch.setattr(supervisor, "RESTART_PAUSES_S", ())
 
@@ -354,6 +355,7 @@ def short_path():
         yield Path(folder)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"max_total_tokens": 1, "page_size": 2}, "does not hold one page"), ({"colour": "red"}, "colour")],
@@ -371,6 +373,7 @@ def test_an_engine_that_cannot_start_says_why(options, reason, monkeypatch, shor
     assert list(short_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_device_that_stays_broken_ends_the_engine_and_clients_get_the_reason(monkeypatch):
     monkeypatch.setitem(CHILD_MODULES, "scheduler", "tests.engine.broken_child")
     monkeypatch.setattr(supervisor, "RESTART_PAUSES_S", (0.0, 0.1))
@@ -417,6 +420,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mode", ["text", "ids"])
 def test_children_and_sockets_are_gone_after_the_parent_is_killed(mode, short_path):
     environment = {**os.environ, "TMPDIR": str(short_path), "PYTHONPATH": str(ROOT)}

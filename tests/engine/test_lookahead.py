@@ -124,6 +124,7 @@ def test_what_is_not_better_changes_nothing():
         assert yard.events == ["fcfs"]
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("mode", FAULTS)
 def test_a_fault_keeps_the_policy_is_logged_once_and_retried(mode, monkeypatch, caplog):
     if mode in ("deaf", "sleeps"):
@@ -213,6 +214,7 @@ def test_without_work_it_does_not_look():
         assert yard.state["looks"] == 0
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("loop", "depth"), [(event_loop_normal, 1), (event_loop_overlap, 2)], ids=["normal", "overlap"]
 )

@@ -139,6 +139,7 @@ def test_streams_continue_without_gap_or_repeat(kind):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["kill", "suspend"])
 def test_streams_outlive_the_detokenizer_too(stop, monkeypatch):
     monkeypatch.setattr(launch, "SILENCE_GRACE_S", 0.5)
@@ -161,6 +162,7 @@ def test_streams_outlive_the_detokenizer_too(stop, monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_scheduler_may_end_while_the_detokenizer_is_stalled(monkeypatch):
     monkeypatch.setattr(failover, "FENCE_TIMEOUT_S", 0.5)
 
@@ -177,6 +179,7 @@ def test_a_scheduler_may_end_while_the_detokenizer_is_stalled(monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_two_deaths_in_a_row_lose_nothing_either():
     async def main():
         async with running_engine(engine()) as manager:
@@ -218,6 +221,7 @@ def test_a_policy_that_ends_or_stops_its_process_is_replaced_by_fcfs(policy, mon
     assert "starts again" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_priority_function_that_never_ends_is_left_out():
     async def main():
         own = {"priority_function": "tests.engine.user_code:swallows", "max_running_requests": 1}
@@ -230,6 +234,7 @@ def test_a_priority_function_that_never_ends_is_left_out():
         asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_policy_chosen_while_it_ran_is_not_chosen_again_after_it_hung(monkeypatch):
     monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.user_code")
 
@@ -242,6 +247,7 @@ def test_a_policy_chosen_while_it_ran_is_not_chosen_again_after_it_hung(monkeypa
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_what_was_chosen_or_paused_holds_for_the_restarted_scheduler():
     async def main():
         async with running_engine(engine()) as manager:
@@ -276,6 +282,7 @@ def running_again(manager):
     return condition
 
 
+@pytest.mark.slow
 def test_a_full_queue_takes_back_what_was_accepted():
     async def main():
         config = engine(max_pool_rows=3)
@@ -296,6 +303,7 @@ def test_a_full_queue_takes_back_what_was_accepted():
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_request_that_ends_its_scheduler_again_and_again_ends_with_an_error(monkeypatch):
     monkeypatch.setattr(failover, "MAX_RESUBMITS", 1)
 

@@ -186,6 +186,7 @@ async def _decodes(manager) -> bool:
     return (await manager.snapshot())["counters"]["generated_tokens"] > 20
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("kind", ["streamed", "whole", "several"])
 def test_an_engine_resumes_what_an_earlier_one_paused(tmp_path, kind):
     options = {"tokens": 120, "rid": "held", "temperature": 1.0, "stream": kind != "whole"}

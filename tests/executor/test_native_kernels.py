@@ -268,6 +268,7 @@ SCENES = {
 }
 
 
+@pytest.mark.part(3)
 @KERNELS
 @DTYPE
 @pytest.mark.parametrize("threads", [1, 3])
@@ -330,6 +331,7 @@ def test_a_decode_does_not_depend_on_the_batch(level, dtype):
         assert torch.equal(attention.forward(0, given.q[own], given.k[own], given.v[own], batch), together[own])
 
 
+@pytest.mark.slow
 def test_attention_at_32k_and_4096_rows():
     on = engine(LIBRARY.level)
     for rows in ([(32000, 1), (31990, 10)], [(number % 7, 1) for number in range(4096)]):

@@ -50,6 +50,7 @@ def last_logits(executor, prompt, chunk=None):
     return ticket.logits[0].double()
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
 @pytest.mark.parametrize("case", ["llama", "llama-odd", "qwen2-window", "qwen3"])
 @pytest.mark.parametrize("chunk", [None, 1], ids=["prefill", "decode"])
@@ -65,6 +66,7 @@ def test_bfloat16_is_near_float64(folder, monkeypatch, case, level, chunk):
     assert own.pow(2).mean().sqrt() < 1.7 * torchs.pow(2).mean().sqrt()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
 @pytest.mark.parametrize(
     "case",
@@ -88,6 +90,7 @@ def test_every_instruction_set_computes_float32(folder, monkeypatch, case, level
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3-layers", "qwen3-moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -187,6 +187,7 @@ def serve(executor):
     return [driver.generate(sequence, 8) for sequence in sequences], seen
 
 
+@pytest.mark.slow
 def test_nodes_compute_what_threads_compute_and_a_rank_that_is_killed_ends_all(folder):
     nodes = TwoNodes(folder("llama"))
     executor, heard = nodes.executor, threading.Event()

@@ -149,6 +149,7 @@ def stages():
     executor.close()
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("depth", [2, 3])
 def test_processes_with_plans_in_flight_compute_what_one_computes(stages, depth):
     whole = load_executor(str(DEMO_MODEL), model_impl="torch", **OPTIONS, **SERVED)
@@ -170,6 +171,7 @@ def test_stages_work_ahead_of_what_is_collected(stages):
     assert [len(stages.collect(ticket).tokens) for _, _, ticket in flying] == [0, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_killed_ends_all():
     executor = load_divided(str(DEMO_MODEL), pp_size=2, **OPTIONS, **SERVED)
     try:
@@ -185,5 +187,6 @@ def test_a_stage_that_is_killed_ends_all():
         executor.close()
 
 
+@pytest.mark.slow
 def test_kv_that_is_copied_is_as_good_as_computed(stages):
     assert_copies_serve(stages)

@@ -272,6 +272,7 @@ def test_rows_of_nan_stay_inside_the_vocabulary():
     assert tokens[1] == sample(make_sampler(*params), random_logits(2))[1]
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("fields", [*FILTERS, {"temperature": 1e-5}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 4999}])
 @pytest.mark.parametrize("vocab", [5000, 1 << 15])
 def test_all_draw_the_same_tokens(fields, vocab):

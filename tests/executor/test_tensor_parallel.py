@@ -35,6 +35,7 @@ def driver_over(load, path, size, **options):
     return Driver(load(path, **keyword, **OPTIONS, **{**sizes, **options}))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("case", "size", "attention_backend"),
     [

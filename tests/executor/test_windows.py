@@ -46,6 +46,7 @@ def yard_of(executor, **fields):
     return Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt-oss", "mistral-window", "qwen3-layers"])
 def test_greedy_tokens_are_those_of_transformers(folder, case, backend):
     """Chunked, cached, retracted and several at a time, with prompts longer than any window."""

@@ -55,6 +55,7 @@ def counters_of(yard):
     return yard.scheduler.snapshot(0).counters
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize(("depth", "pages"), [(1, 400), (2, 400), (1, 40), (2, 40)])
 @pytest.mark.parametrize(("case", "model_impl"), [("qwen3", "torch"), ("llama", "native")])
 def test_a_draft_model_equal_to_the_large_one_is_nearly_always_right(folder, case, model_impl, depth, pages):
@@ -113,6 +114,7 @@ def random_draft(folder, case, tmp_path):
     return copy
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_one_that_is_wrong_changes_nothing_and_is_soon_not_asked(folder, tmp_path, depth):
     yard = make_yard(load(folder, "qwen3", draft=random_draft(folder, "qwen3", tmp_path)), depth)

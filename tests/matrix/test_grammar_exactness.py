@@ -120,6 +120,7 @@ def test_alone_every_answer_keeps_to_its_grammar(alone):
     assert any(text.startswith("{") for text in texts)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("chunk", "depth", "no_cache", "tokens"), list(itertools.product((4, -1), (1, 2), (False, True), (4096, 110)))
 )
@@ -144,6 +145,7 @@ def early_ends(tokens: list[int], end: int) -> Int32Array:
     return np.array([x for place in range(len(tokens) - 3) for x in (*tokens[place : place + 4], end)], np.int32)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("penalty", [0.2, 1.0])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_draft_that_a_grammar_withdraws_changes_a_penalised_answer(depth, penalty):

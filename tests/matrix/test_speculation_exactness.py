@@ -58,6 +58,7 @@ def repetitive(length, seed):
     return half + half[: length - len(half)]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("depth", "pages"), [(1, 400), (2, 400), (1, 40), (2, 40)])
 @pytest.mark.parametrize(("case", "model_impl"), [("qwen3", "torch"), ("llama", "native"), ("qwen3-layers", "native")])
 def test_greedy_answers_are_those_of_transformers(folder, case, model_impl, depth, pages):
@@ -77,6 +78,7 @@ def test_greedy_answers_are_those_of_transformers(folder, case, model_impl, dept
         assert counters.retracted > 0
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("penalty", [0.0, 0.02])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_sampled_answers_are_those_without_drafts(folder, depth, penalty):

@@ -99,6 +99,7 @@ GRID = [
 """Every family and way; `make test` takes a diagonal of it."""
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("family", "way"), GRID)
 def test_every_family_answers_the_same_however_it_is_started(answer, family, way):
     if way in ("int8", "deterministic"):

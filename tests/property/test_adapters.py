@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,7 @@ def test_without_claims_some_requests_wait_longer_than_that():
     assert longest_wait(0, 0, 400, rate=3) > bound(PATIENCE) >= longest_wait(0, PATIENCE, 400, rate=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 10**6), slots=st.sampled_from([1, 2]), rows=st.sampled_from([2, 4]))
 def test_claims_of_requests_that_find_no_row_keep_no_urgent_request_waiting_beyond_the_bound(seed, slots, rows):

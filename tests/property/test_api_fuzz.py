@@ -65,6 +65,7 @@ def check_error(path, error):
     assert set(error) == ({"message", "type"} if own else {"message", "type", "param", "code"})
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("path", HOT_ROUTES)
 def test_no_body_breaks_the_server(path):
     app = create_app(ServerState(ServerOptions(model_name="fake"), FakeManager()))

@@ -136,6 +136,7 @@ def test_dlpm_keeps_the_service_gap_within_its_theorem(tenants, mixed, depth):
     check("dlpm", tenants, mixed, depth, slack=max(QUANTUM, SAVED))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("policy", ["vtc", "dlpm"])
 @given(
     st.lists(TENANT, min_size=2, max_size=3),

@@ -42,6 +42,7 @@ def retracted(program: Program, headroom: str) -> int:
     return outcome.retracted
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("part", range(4))
 def test_limit_retracts_no_request(part):
     for seed in SEEDS[part::4]:

@@ -15,6 +15,7 @@ MAX_TOKENS = 200
 BLOCKS, SEEDS = 8 if ALL else 2, 200
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_random_programs_end(block):
     for seed in range(block * SEEDS, (block + 1) * SEEDS):

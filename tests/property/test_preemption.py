@@ -105,6 +105,7 @@ class UrgencyWatch(Watched):
             raise BrokenRun("undone: a victim is back before the request that preempted it")
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("way", URGENCY)
 def test_the_keys_of_running_rows_get_more_urgent(way):
     # A request without a priority ranks below the lowest ever given, which each arrival may lower.
@@ -211,6 +212,7 @@ class PageWatch(Watched):
         assert memory.free_tokens >= memory.page_size * len(state.running), "it takes what it has just given up"
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("retraction", ["length", "newest", "priority", "slack", "fewest-lost"])
 @pytest.mark.parametrize("interval", [0, 8])
 def test_a_retracted_row_is_resumed_when_it_takes_nothing_from_the_others(retraction, interval):

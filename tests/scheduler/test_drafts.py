@@ -48,6 +48,7 @@ def ends(yard: Yard) -> dict:
     return {n: (end.reason, end.matched, end.completion_tokens) for n, end in sorted(yard.finished.items())}
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("drafts", "right"), [(1, 1.0), (4, 1.0), (4, 0.0), (3, 0.6), (40, 0.9)])
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -93,6 +94,7 @@ def test_where_memory_is_short_drafts_cost_no_request_its_pages(policy):
     assert ends(drafting) == ends(plain)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "mlfq", "vtc"])
 @pytest.mark.parametrize("cache", [True, False])
 def test_with_one_plan_in_flight_wrong_drafts_leave_each_retraction_as_it_is(policy, cache):
@@ -124,6 +126,7 @@ def watch_retractions(state):
     return seen
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_pages_of_wrong_drafts_are_there_for_other_rows(depth):
     """Only the first request has drafts; the second, short one must not lose its place to them."""

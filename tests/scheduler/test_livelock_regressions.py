@@ -84,6 +84,7 @@ def test_a_bound_on_overtaking_around_priorities_lets_each_request_keep_its_plac
     assert counters(yard).preempted == 0, "the bound says who starts next, so no row is preempted"
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("policy", ["lof", "random", "short-first", "lpm"])

@@ -18,6 +18,7 @@ def begun(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("max_new", [7, 20])

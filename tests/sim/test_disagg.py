@@ -107,6 +107,7 @@ def test_a_read_that_is_given_up_does_not_hold_up_the_next_one():
     assert outcome.transfers.moved_tokens == 2000
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mode", ["decode", "both"])
 def test_steps_one_by_one_make_the_same_plans(mode):
     traffic = synthetic("multi-turn", 60, 30.0, seed=2)
@@ -145,6 +146,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("mode", ["decode", "both"])
 @pytest.mark.parametrize("what", FAULTS)
 def test_whatever_fails_every_answer_is_whole(what, mode):

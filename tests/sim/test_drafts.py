@@ -88,6 +88,7 @@ def test_the_time_of_a_draft_model_counts():
     assert slowed.sim_seconds - quick.sim_seconds == pytest.approx(9.0, abs=1.1)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("settings", [{}, {"max_in_flight": 2}, {"schedule_policy": "slo"}])
 def test_a_run_is_the_same_again_and_its_tape_replays(settings):
     requests = synthetic("tenants", 60, 20.0, 1)

@@ -106,6 +106,7 @@ def test_a_size_is_that_of_brute_force():
     assert guess(traffic, sizing) >= 1
 
 
+@pytest.mark.slow
 def test_a_known_start_changes_nothing(monkeypatch):
     monkeypatch.setattr(trials, "MIN_PART_REQUESTS", 30)
     traffic, begin = synthetic("plain", 240, 100.0, seed=2), Sizing(option(), TrialTraffic(0, 240), 0.97)
