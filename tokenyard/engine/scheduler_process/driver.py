@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from tokenyard.base import (
     TokenyardError,
 )
 from tokenyard.engine.processes.messages import NO_REPLY, FromScheduler, RpcReply, RpcRequest, ToScheduler
-from tokenyard.engine.scheduler_process.attachments.base import Attachment, DeferredReply, VerbHandler
+from tokenyard.engine.scheduler_process.attachments.base import Attachment, AttachmentError, DeferredReply, VerbHandler
 from tokenyard.engine.scheduler_process.attachments.hooks import AttachmentHooks
 from tokenyard.engine.scheduler_process.health.incidents import Incidents
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
@@ -117,7 +117,7 @@ class Driver:
         self._failures = 0
         self._counters_at_ns = 0
         self._counters_stale = False
-        self._attachments = AttachmentHooks(attachments, state)
+        self._hooks = AttachmentHooks(attachments, state)
         self._guard = StallGuard(state.enter)
         self._incidents = Incidents()
         self._policy_failure = ""
@@ -136,7 +136,7 @@ class Driver:
             "watch": self._watch,
             "outputs": lambda now, numbers: self._scheduler.outputs(numbers),
         }
-        self._verbs = self._attachments.verbs(own_verbs)
+        self._verbs = self._hooks.verbs(own_verbs)
         self._check_policy()
 
     def receive(self, *, wait: bool) -> bool:
@@ -163,13 +163,15 @@ class Driver:
     def plan(self) -> StepPlan | None:
         """Return the next step, if there is anything to do."""
         now = time.monotonic_ns()
-        self._apply_all(self._attachments.poll(now), now)
+        for poll in self._hooks.poll:
+            self._apply_all(poll(now), now)
         with self._guard.watch():
             plan = self._scheduler.plan(time.monotonic_ns())
         if self._guard.stalled:
             self._replace_policy()
         # Loads begin while the step runs.
-        self._move_kv()
+        if self._hooks.take:
+            self._move_kv()
         if plan is not None:
             self._retry_ns = FIRST_RETRY_NS
         return plan
@@ -177,7 +179,8 @@ class Driver:
     def while_device_runs(self) -> None:
         """Let attachments work while the device runs."""
         now = time.monotonic_ns()
-        self._apply_all(self._attachments.while_device_runs(now), now)
+        for work in self._hooks.while_device_runs:
+            self._apply_all(work(now), now)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step on the device."""
@@ -251,23 +254,29 @@ class Driver:
         if self._refused:
             batch.finished += self._refused
             self._refused = []
-        self._attachments.on_output(batch)
-        self._move_kv()
+        for on_output in self._hooks.on_output:
+            on_output(batch)
+        if self._hooks.take:
+            self._move_kv()
         if batch.finished:
             self._incidents.on_finished(batch.finished)
         if not batch.empty:
             self._port.send(batch)
-        self._attachments.sent(batch)
+        for sent in self._hooks.sent:
+            sent(batch)
 
     def _move_kv(self) -> None:
-        """Start the loads, stores and handovers that the scheduler requests."""
-        if self._attachments.move_kv:
-            self._attachments.take(self._scheduler.drain_moves())
+        """Have attachments start the loads, stores and handovers that the scheduler requests."""
+        moves = self._scheduler.drain_moves()
+        for take in self._hooks.take:
+            if moves:
+                moves = take(moves)
 
     def _wait_ns(self) -> int:
         """How long to wait for messages when nothing can be planned and nothing is in flight."""
-        wakeups = [due for due in (self._scheduler.wakeup_ns(), self._attachments.wakeup_ns()) if due is not None]
-        wait_ns = min(max(0, min(wakeups) - time.monotonic_ns()), MAX_WAIT_NS) if wakeups else MAX_WAIT_NS
+        wakeups = [self._scheduler.wakeup_ns(), *(wakeup() for wakeup in self._hooks.wakeup_ns)]
+        wakeup_ns = min((due for due in wakeups if due is not None), default=None)
+        wait_ns = MAX_WAIT_NS if wakeup_ns is None else min(max(0, wakeup_ns - time.monotonic_ns()), MAX_WAIT_NS)
         if not self._scheduler.has_work:
             return wait_ns
         retry_ns = self._retry_ns
@@ -281,19 +290,23 @@ class Driver:
         attachment is busy.
         """
         state = self._snapshot()
-        if state.paused or state.loading or self._attachments.busy:
+        if state.paused or state.loading or any(busy() for busy in self._hooks.busy):
             return
         held = self._scheduler.held_back()
         ready = state.waiting - sum(held.values())
         if ready or not held:
             reason = f"{ready} of them may start, so this is a defect of the policy {state.policy}"
         else:
-            reasons = HELD_REASONS | self._attachments.held_reasons()
-            reason = "; ".join(f"{count} {reasons.get(cause, f'held back ({cause})')}" for cause, count in held.items())
+            reason = "; ".join(f"{count} {self._held_reason(cause)}" for cause, count in held.items())
         logger.warning(
             "no step can be planned although %d requests wait: %s; trying again every %g s",
             *(state.waiting, reason, MAX_RETRY_NS / NS_PER_S),
         )
+
+    def _held_reason(self, cause: str) -> str:
+        """The log text for a cause of `Scheduler.held_back`."""
+        reasons = [HELD_REASONS, *(held_reasons() for held_reasons in self._hooks.held_reasons)]
+        return " or ".join(texts[cause] for texts in reasons if cause in texts) or f"held back ({cause})"
 
     def _check_idle(self) -> None:
         """Have the scheduler check its KV accounting while it has no work."""
@@ -318,6 +331,8 @@ class Driver:
             if call.verb not in self._verbs:
                 raise ConfigError(f"{call.verb}: the feature is off in this engine")
             result = self._verbs[call.verb](now, **call.arguments)
+        except AttachmentError:
+            raise
         except Exception as error:
             reply.set_exception(error)
         else:
@@ -351,7 +366,8 @@ class Driver:
     def _flush(self, now: int) -> bool:
         """Empty the prefix cache; False if it is in use."""
         if not self._scheduler.has_work:
-            self._apply_all(self._attachments.before_flush(now), now)
+            for release in self._hooks.before_flush:
+                self._apply_all(release(now), now)
         return self._scheduler.flush(now)
 
     def _start_profile(self, now: int) -> bool:
@@ -385,13 +401,16 @@ class Driver:
         counters["policy_note"] = self._policy_note or counters["policy_note"] or given_up
         if isinstance(self._executor, DistributedExecutor):
             counters["tp_ranks"] = {f"rank {self._rank}": self._executor.describe_ranks()}
-        return counters | self._attachments.describe(now)
+        for describe in self._hooks.describe:
+            counters |= describe(now)
+        return counters
 
     def _set_policy(self, event: SetPolicy, now: int) -> str:
         """Change the policy as an operator asks; return why not, "" if it was done."""
         refusal = self._change_policy(event, now)
         if not refusal:
-            self._attachments.policy_changed(event, now)
+            for changed in self._hooks.policy_changed:
+                changed(event, now)
         return refusal
 
     def _change_policy(self, event: SetPolicy, now: int) -> str:
@@ -425,7 +444,8 @@ class Driver:
         """Submit a request; if an attachment or the scheduler refuses it, it ends with an error."""
         numbers = _numbers(event.request)
         try:
-            event.request = self._attachments.submitted(event.request, now)
+            for submitted in self._hooks.submitted:
+                event.request = submitted(event.request, now)
             with self._guard.watch():
                 self._scheduler.apply(event, now)
         except Exception as error:
@@ -433,7 +453,8 @@ class Driver:
             self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
             return
         try:
-            self._attachments.accepted(event.request, now)
+            for accepted in self._hooks.accepted:
+                accepted(event.request, now)
         except Exception as error:
             # The scheduler has it, so it must end there.
             self._apply(Cancel(numbers, str(error), _log_refusal(event, error)), now)
@@ -446,8 +467,8 @@ class Driver:
         except Exception as error:
             _log_refusal(event, error)
 
-    def _apply_all(self, events: Iterable[Event], now: int) -> None:
-        """Apply the events of attachments."""
+    def _apply_all(self, events: Sequence[Event], now: int) -> None:
+        """Apply the events of an attachment."""
         for event in events:
             if isinstance(event, SetPolicy):
                 self._change_policy(event, now)

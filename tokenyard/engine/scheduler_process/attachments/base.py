@@ -88,7 +88,6 @@ class Attachment:
         """The calls that this attachment answers, by name. Read once."""
         return {}
 
-    @property
     def busy(self) -> bool:
         """Whether requests wait for something that arrives later, so that no step may be possible now."""
         return False

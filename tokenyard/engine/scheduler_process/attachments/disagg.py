@@ -106,7 +106,6 @@ class DisaggConnector(Attachment):
         self._dialer.close()
         self._manager.close()
 
-    @property
     def busy(self) -> bool:
         """Whether requests wait for other engines."""
         return self._manager.decode_peer.open_keys > 0

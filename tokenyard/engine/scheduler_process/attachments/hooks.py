@@ -1,8 +1,7 @@
-"""Calls the hooks of the attachments."""
+"""Lists of the attachments' hooks, which the driver calls."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from tokenyard.base import Event, KvMove, Request, SetPolicy, TokenBatch
@@ -11,86 +10,38 @@ from tokenyard.engine.scheduler_process.health.liveness import LoopState
 
 logger = logging.getLogger(__name__)
 
-INWARD = ("submitted", "accepted", "poll", "while_device_runs", "policy_changed", "before_flush")
-"""Hooks for what enters the scheduler, called in the order of the attachments."""
-
-OUTWARD = ("take", "on_output", "sent")
-"""Hooks for what leaves it, called in the reverse order, as in middleware: the attachment that had the last word on a
-request is the first to see its moves and output.
-"""
-
-STATE = ("busy", "wakeup_ns", "held_reasons", "describe")
-"""Hooks that only read; in the order of the attachments."""
-
-Calls = list[tuple[Attachment, Callable[..., Any]]]
+REFUSING = ("submitted", "accepted", "verbs")
+"""Hooks that may raise; the driver ends the request or refuses the call."""
 
 
 class AttachmentHooks:
-    """The attachments of a loop, with one list per hook of those that override it.
+    """One list per hook, of those attachments that override it; `Attachment` documents the hooks.
 
-    `state` names the attachment during each call, so that the watchdog can. `Attachment` documents the hooks and what
-    happens if one raises.
+    What enters the scheduler passes the attachments in their order. What leaves it (`take`, `on_output`, `sent`) passes
+    them in the reverse order, as in middleware: the attachment that had the last word on a request is the first to see
+    its moves and output. While a hook runs, `state` names its attachment.
     """
 
     def __init__(self, attachments: Sequence[Attachment], state: LoopState) -> None:
         self._state = state
-        self._calls: dict[str, Calls] = {hook: _overriding(hook, attachments) for hook in (*INWARD, *STATE)}
-        self._calls |= {hook: _overriding(hook, attachments[::-1]) for hook in OUTWARD}
-        self._attachments = attachments
+        self._attachments = list(attachments)
+        self._build()
 
-    def of(self, hook: str) -> list[str]:
-        """The names of the attachments that a hook is called of, in order."""
-        return [attachment.name for attachment, _ in self._calls[hook]]
-
-    def submitted(self, request: Request, now: int) -> Request:
-        """The request for the scheduler. Raises what an attachment raises that refuses it."""
-        for attachment, call in self._calls["submitted"]:
-            request = self._attributed(attachment, call, request, now)
-        return request
-
-    def accepted(self, request: Request, now: int) -> None:
-        """Raises what an attachment raises."""
-        for attachment, call in self._calls["accepted"]:
-            self._attributed(attachment, call, request, now)
-
-    def poll(self, now: int) -> list[Event]:
-        """Events for the scheduler, before a plan."""
-        return self._events("poll", now)
-
-    def while_device_runs(self, now: int) -> list[Event]:
-        """Events for the scheduler, while a step runs."""
-        return self._events("while_device_runs", now)
-
-    def before_flush(self, now: int) -> list[Event]:
-        """Events that release pages, before the prefix cache is emptied."""
-        return self._events("before_flush", now)
-
-    @property
-    def move_kv(self) -> bool:
-        """Whether any attachment takes KV moves."""
-        return bool(self._calls["take"])
-
-    def take(self, moves: list[KvMove]) -> None:
-        """Start KV moves; those that no attachment takes are dropped."""
-        for attachment, call in self._calls["take"]:
-            if not moves:
-                return
-            try:
-                moves = self._attributed(attachment, call, moves)
-            except Exception as error:
-                self._failed(attachment, "take", error)
-
-    def on_output(self, batch: TokenBatch) -> None:
-        """Show, and let change, the output."""
-        self._each("on_output", batch)
-
-    def sent(self, batch: TokenBatch) -> None:
-        """The output was sent."""
-        self._each("sent", batch)
-
-    def policy_changed(self, event: SetPolicy, now: int) -> None:
-        """The policy was changed, not by an attachment."""
-        self._each("policy_changed", event, now)
+    def _build(self) -> None:
+        inward, outward = self._attachments, self._attachments[::-1]
+        self.submitted: list[Callable[[Request, int], Request]] = self._calls("submitted", inward)
+        self.accepted: list[Callable[[Request, int], None]] = self._calls("accepted", inward)
+        self.poll: list[Callable[[int], Sequence[Event]]] = self._calls("poll", inward)
+        self.while_device_runs: list[Callable[[int], Sequence[Event]]] = self._calls("while_device_runs", inward)
+        self.policy_changed: list[Callable[[SetPolicy, int], None]] = self._calls("policy_changed", inward)
+        self.before_flush: list[Callable[[int], Sequence[Event]]] = self._calls("before_flush", inward)
+        self.take: list[Callable[[list[KvMove]], list[KvMove]]] = self._calls("take", outward)
+        self.on_output: list[Callable[[TokenBatch], None]] = self._calls("on_output", outward)
+        self.sent: list[Callable[[TokenBatch], None]] = self._calls("sent", outward)
+        self.busy: list[Callable[[], bool]] = self._calls("busy", inward)
+        self.wakeup_ns: list[Callable[[], int | None]] = self._calls("wakeup_ns", inward)
+        self.held_reasons: list[Callable[[], Mapping[str, str]]] = self._calls("held_reasons", inward)
+        self.describe: list[Callable[[int], Mapping[str, Any]]] = self._calls("describe", inward)
 
     def verbs(self, own: Mapping[str, VerbHandler]) -> dict[str, VerbHandler]:
         """The handlers of all calls, with the driver's `own`. Raises ValueError if a call has two."""
@@ -99,58 +50,36 @@ class AttachmentHooks:
             for verb, handler in attachment.verbs().items():
                 if verb in found:
                     raise ValueError(f"the attachment {attachment.name} answers {verb!r}, which is answered already")
-                found[verb] = partial(self._attributed, attachment, handler)
+                found[verb] = self._attributed(attachment, "verbs", handler, Attachment.verbs)
         return found
 
-    @property
-    def busy(self) -> bool:
-        """Whether requests wait for something that arrives later."""
-        return any(self._each("busy"))
-
-    def wakeup_ns(self) -> int | None:
-        """The earliest time at which a poll is due; None if none is."""
-        return min((due for due in self._each("wakeup_ns") if due is not None), default=None)
-
-    def held_reasons(self) -> dict[str, str]:
-        """What requests wait for, by cause; two reasons for one cause are joined."""
-        found: dict[str, str] = {}
-        for reasons in self._each("held_reasons"):
-            for cause, text in reasons.items():
-                found[cause] = f"{found[cause]} or {text}" if cause in found else text
-        return found
-
-    def describe(self, now: int) -> dict[str, Any]:
-        """What the attachments add to the scheduler's snapshot."""
-        found: dict[str, Any] = {}
-        for part in self._each("describe", now):
-            found |= part
-        return found
-
-    def _events(self, hook: str, now: int) -> list[Event]:
-        return [event for events in self._each(hook, now) for event in events]
-
-    def _each(self, hook: str, *arguments: Any) -> list[Any]:
-        """Call a hook of all that have it; returns what they returned."""
-        calls = self._calls[hook]
-        if not calls:
-            return []
+    def _calls(self, hook: str, attachments: Sequence[Attachment]) -> list[Any]:
+        default = getattr(Attachment, hook)
         found = []
-        for attachment, call in calls:
-            self._state.enter(attachment.name)
-            try:
-                found.append(call(*arguments))
-            except Exception as error:
-                self._failed(attachment, hook, error)
-        self._state.enter("host")
+        for attachment in attachments:
+            if getattr(type(attachment), hook) is not default:
+                found.append(self._attributed(attachment, hook, getattr(attachment, hook), default))
         return found
 
-    def _attributed(self, attachment: Attachment, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call something of an attachment while the loop's state names it."""
-        self._state.enter(attachment.name)
-        try:
-            return call(*arguments, **named)
-        finally:
-            self._state.enter("host")
+    def _attributed(
+        self, attachment: Attachment, hook: str, call: Callable[..., Any], default: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """`call` as the driver calls it: attributed, and with the rule for a hook that raises."""
+        state, name = self._state, attachment.name
+
+        def attributed(*arguments: Any, **named: Any) -> Any:
+            state.attachment = name
+            try:
+                return call(*arguments, **named)
+            except Exception as error:
+                if hook in REFUSING:
+                    raise
+                self._failed(attachment, hook, error)
+                return default(attachment, *arguments)
+            finally:
+                state.attachment = ""
+
+        return attributed
 
     def _failed(self, attachment: Attachment, hook: str, error: Exception) -> None:
         """Call an optional attachment no more. Raises AttachmentError for any other."""
@@ -158,15 +87,5 @@ class AttachmentHooks:
         if not attachment.optional:
             raise AttachmentError(what) from error
         logger.error("%s; the engine goes on without it", what, exc_info=error)
-        self._calls = {hook: [one for one in calls if one[0] is not attachment] for hook, calls in self._calls.items()}
-
-
-def _overriding(hook: str, attachments: Sequence[Attachment]) -> Calls:
-    """The attachments that override a hook, with what to call."""
-    default = getattr(Attachment, hook)
-    found: Calls = []
-    for attachment in attachments:
-        if getattr(type(attachment), hook) is not default:
-            is_property = isinstance(default, property)
-            found.append((attachment, partial(getattr, attachment, hook) if is_property else getattr(attachment, hook)))
-    return found
+        self._attachments = [one for one in self._attachments if one is not attachment]
+        self._build()

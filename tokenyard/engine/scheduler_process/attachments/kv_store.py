@@ -177,7 +177,6 @@ class KvStoreConnector(Attachment):
         with self._lock:
             return self._release_all()
 
-    @property
     def busy(self) -> bool:
         """Whether requests wait for stored KV."""
         return bool(self._prefetches)

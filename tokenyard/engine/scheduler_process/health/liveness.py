@@ -15,23 +15,29 @@ USER_CODE = (POLICY, PRIORITY_FUNCTION)
 
 
 class LoopState:
-    """What the event loop does, and the scheduler's `counters`; written by the loop, read by the heartbeat thread."""
+    """What the event loop does, and the scheduler's `counters`; written by the loop, read by the heartbeat thread.
+
+    attachment: name of the attachment in whose hook the loop is, "" for none.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.attachment = ""
         self.counters: dict[str, Any] = {}
         self._doing: tuple[str, int] = ("host", time.monotonic_ns())
 
     def enter(self, doing: str) -> None:
         """Note that the loop now waits for messages ("idle"), for the device ("step"), for user code (one
-        of `USER_CODE`), for an attachment (its name) or works itself ("host").
+        of `USER_CODE`) or works itself ("host").
         """
         self._doing = (doing, time.monotonic_ns())
 
     def beat(self, now_ns: int) -> Heartbeat:
         """Return the heartbeat of this moment."""
+        # In this order: a hook that was entered before `_doing` is read cannot have begun in an older state.
+        attachment = self.attachment
         doing, since_ns = self._doing
-        return Heartbeat(now_ns, doing, now_ns - since_ns, self.steps, self.counters)
+        return Heartbeat(now_ns, attachment or doing, now_ns - since_ns, self.steps, self.counters)
 
 
 class HeartbeatThread:
