@@ -408,11 +408,8 @@ def test_the_example_of_the_page_works():
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {}
     exec(code, names)
-    groups = (
-        [by("a", 1), by("b", 2)],
-        [RpcRequest(1, "block_tenant", {"tenant": "b"})],
-        [by("b", 3), by("a", 4), snapshot(5)],
-    )
+    block = RpcRequest(1, "block_tenant", {"tenant": "b"})
+    groups = [by("a", 1), by("b", 2)], [block], [by("b", 3), by("a", 4), snapshot(5)]
     port, _ = run(event_loop_normal, 1, [names["TenantGuard"]()], [], *groups)
     assert {number: len(tokens) for number, tokens in port.tokens().items()} == {1: 4, 2: 4, 4: 4}
     assert (port.finished()[3].cause, port.finished()[3].message) == ("invalid", "the tenant 'b' is blocked")
