@@ -59,6 +59,7 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
 def test_bits_do_not_depend_on_the_schedule(tmp_path, monkeypatch, kind, level):

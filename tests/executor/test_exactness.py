@@ -10,6 +10,7 @@ from tokenyard.executor.attention.torch_native import MatmulAttention, SdpaAtten
 TOKENS = 10
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(make_driver, backend, case, page_size):
@@ -82,6 +83,7 @@ def run_chunks_with_decodes(driver, case):
         assert sequence.output == greedy(case, prompt, len(sequence.output))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("case", ["llama", "llama-odd", "mistral-window", "qwen2-window"])
 @pytest.mark.parametrize("chunk", [None, 50, 70, 3])
 def test_long_prompts_in_chunks_of_any_size(make_driver, backend, case, chunk):

@@ -28,6 +28,7 @@ def test_logits_are_those_of_transformers(make_driver, backend, case):
     torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_long_prompts_in_chunks(make_driver, backend, case):
     driver = make_driver(case, page_size=4, **backend)

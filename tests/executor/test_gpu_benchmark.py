@@ -40,6 +40,7 @@ def test_all_parts_run(capsys, tmp_path):
     assert load_profile(Path(profile)).model == "tiny"
 
 
+@pytest.mark.slow
 def test_parts_that_would_begin_too_late_are_left_out(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "describe", lambda scale: iter([{"device": "none"}]))
     assert gpu.measure(gpu.rehearsal(tmp_path), limit_s=-1.0)
@@ -56,6 +57,7 @@ def test_operations_of_a_prompt_are_those_of_its_products():
     assert gpu.prefill_operations(config, 3) == 2 * 3 * weights + 4 * 8 * 6 + 2 * 8 * 10
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_says_so_after_what_it_has(capsys):
     def part():
         yield {"case": "first", "tokens_as_on_cpu": True}

@@ -38,6 +38,7 @@ def listen(executor):
     return heard, reasons
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all_also_when_nothing_runs(executor):
     heard, reasons = listen(executor)
     pid = executor.describe_ranks()[1]["pid"]
@@ -53,6 +54,7 @@ def test_a_rank_that_is_killed_ends_all_also_when_nothing_runs(executor):
     assert process_watch.state_of(pid) == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_all_within_a_step(executor):
     heard, reasons = listen(executor)
     driver = Driver(executor)
@@ -115,6 +117,7 @@ def test_a_rank_with_other_settings_is_refused():
         refused_by_followers()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_named(monkeypatch):
     monkeypatch.setattr(child_ranks, "START_TIMEOUT_S", 0.01)
     with pytest.raises(EngineDeadError, match=r"^tensor-parallel rank 1 has not started within 0.01 s"):

@@ -22,6 +22,7 @@ def fleet(router="predicted_ttft", replicas=3, **options):
     return setup(settings=CACHED, replicas=replicas, router=router, fleet=Fleet(**options))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("router", sorted(POLICIES))
 def test_every_policy_of_the_router_serves_every_request_and_repeats(router):
     traffic = synthetic("multi-turn", 60, 10.0, seed=2)

@@ -29,6 +29,7 @@ def test_a_target_that_is_always_met_is_reported():
         largest_scale(lambda scale: True)
 
 
+@pytest.mark.slow
 def test_no_simulated_policy_beats_the_bound():
     for rate in (15.0, 25.0, 60.0):
         traffic = synthetic("plain", 300, rate, seed=7)
