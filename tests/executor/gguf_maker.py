@@ -87,11 +87,61 @@ def deinterleaved(tensor, heads):
     return tensor[order]
 
 
+def halves(numbers):
+    """Numbers as float16 in bytes, and what they then are."""
+    rounded = numbers.astype(np.float16)
+    return rounded[..., None].view(np.uint8), rounded.astype(np.float32)
+
+
+def divided(numbers, steps):
+    """Numbers in steps of some size, 0 where that is 0."""
+    return np.divide(numbers, steps, out=np.zeros_like(numbers), where=steps > 0)
+
+
+def q4_k(values):
+    """Blocks of Q4_K, each 32 numbers from their least to their largest."""
+    spans = values.reshape(-1, 8, 32)
+    least = -np.minimum(spans.min(-1), 0)
+    top_bytes, top = halves(((spans.max(-1) + least) / 15).max(-1, keepdims=True) / 63)
+    least_bytes, least_step = halves(least.max(-1, keepdims=True) / 63)
+    scale = divided((spans.max(-1) + least) / 15, top + 0 * least).round().clip(0, 63)
+    small = divided(least, least_step + 0 * least).round().clip(0, 63)
+    steps = (top * scale)[..., None] + 0 * spans
+    codes = divided(spans + (least_step * small)[..., None], steps).round().clip(0, 15).astype(np.uint8)
+    scale, small = scale.astype(np.uint8), small.astype(np.uint8)
+    packed = (
+        scale[:, :4] | scale[:, 4:] >> 4 << 6,
+        small[:, :4] | small[:, 4:] >> 4 << 6,
+        scale[:, 4:] & 15 | (small[:, 4:] & 15) << 4,
+    )
+    numbers = (codes[:, ::2] | codes[:, 1::2] << 4).reshape(len(spans), -1)
+    return np.concatenate((top_bytes[:, 0], least_bytes[:, 0], *packed, numbers), axis=1)
+
+
+def q6_k(values):
+    """Blocks of Q6_K, each 16 numbers by the largest."""
+    spans = values.reshape(-1, 16, 16)
+    wanted = np.abs(spans).max(-1) / 31
+    step_bytes, step = halves(wanted.max(-1, keepdims=True) / 127)
+    scale = divided(wanted, step + 0 * wanted).round().clip(0, 127)
+    codes = divided(spans, (step * scale)[..., None] + 0 * spans).round().clip(-32, 31) + 32
+    codes = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = codes[:, :, :2] & 15 | (codes[:, :, 2:] & 15) << 4
+    high = sum(codes[:, :, part] >> 4 << 2 * part for part in range(4))
+    parts = (low, high, scale.astype(np.uint8), step_bytes[:, 0])
+    return np.concatenate([part.reshape(len(spans), -1) for part in parts], axis=1)
+
+
+OWN_WRITERS = {"Q4_K": q4_k, "Q6_K": q6_k}
+
+
 def quantized_rows(values, kind):
-    """Rows as a kind of GGUF stores them. What the package cannot write is drawn: any bits mean some numbers.
+    """Rows as a kind of GGUF stores them. What cannot be written is drawn: any bits mean some numbers.
 
     Only the scales, which are float16 or an exponent, must not make infinities or nothing at all.
     """
+    if kind.name in OWN_WRITERS:
+        return OWN_WRITERS[kind.name](values).reshape(*values.shape[:-1], -1)
     try:
         return gguf.quantize(values, kind)
     except NotImplementedError:
@@ -126,12 +176,13 @@ SCALES_AT = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
-"""Where the float16 scales of a block lie in the kinds that the package reads and does not write."""
+"""Where the float16 scales of a block lie in the kinds that are drawn, and in our own."""
 
 
 def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", spm=None, **changes):
     """Write `folder` as one GGUF file; returns the matrices as they read back, by Hugging Face name.
 
+    kind: of all matrices, or a function from GGUF's name of one to its kind.
     spm: tokens, scores, types and further keys of a SentencePiece tokenizer, written instead of the default one.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
@@ -178,8 +229,9 @@ def add_tensors(writer, config, tensors, kind, architecture):
     for name, tensor in tensors.items():
         values = tensor.float().numpy()
         own, expert = gguf_names(name, architecture)
-        fits = values.ndim == 2 and kind not in ("F32",) and "_inp" not in own
-        quantized = gguf.GGMLQuantizationType[kind] if fits else gguf.GGMLQuantizationType.F32
+        of_own = kind(own) if callable(kind) else kind
+        fits = values.ndim == 2 and "_inp" not in own
+        quantized = gguf.GGMLQuantizationType[of_own if fits else "F32"]
         if architecture == "llama" and (".attn_q." in own or ".attn_k." in own):
             heads = config["num_attention_heads" if ".attn_q." in own else "num_key_value_heads"]
             stored = quantized_rows(interleaved(values, heads), quantized)

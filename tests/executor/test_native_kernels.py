@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tokenyard.executor.attention.backend import AttentionSpec
+from tokenyard.executor.formats.weight_format import INT8, STORED
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.native.attention import NativeAttention
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
@@ -43,21 +44,13 @@ def product(on, x, weights, bias=None, gated=False, int8=False):
     active = on.active_dtype(weights.dtype)
     out = torch.full((rows, outputs // 2 if gated else outputs), NAN, dtype=active if gated else torch.float32)
     given = x.to(active).contiguous()
-    failed = on.functions.ty_product(
-        on.pool,
-        on.level,
-        DTYPES[weights.dtype],
-        int8,
-        address(given),
-        address(weights),
-        None if bias is None else address(bias),
-        rows,
-        inputs,
-        outputs,
-        gated,
-        address(out),
-    )
-    assert not failed
+    formats, sizes = (ctypes.c_int32 * 1)(INT8 if int8 else STORED), (ctypes.c_int64 * 1)(outputs)
+    functions = on.functions
+    linear = functions.ty_linear_new(on.pool, on.level, DTYPES[weights.dtype], inputs, gated, 1, formats, sizes)
+    assert linear
+    functions.ty_linear_set(linear, 0, address(weights), None if bias is None else address(bias))
+    assert not functions.ty_linear_run(linear, address(given), rows, address(out))
+    functions.ty_linear_free(linear)
     return out
 
 

@@ -1,11 +1,15 @@
-"""The tensors of a GGUF file by their Hugging Face names, dequantized as they are loaded."""
+"""The tensors of a GGUF file by their Hugging Face names, as they are stored or dequantized as they are loaded."""
 
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.formats.packed import PackedBytes, PackedRows
+from tokenyard.executor.formats.weight_format import FORMATS
 from tokenyard.executor.gguf_file.dequantize import dequantized
 from tokenyard.executor.gguf_file.gguf_reader import GgufFile
 
@@ -43,7 +47,7 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 
 
 class GgufWeights:
-    """See `Weights`. Tensors are dequantized one at a time, so that the memory is that of an unquantized model.
+    """See `PackedSource`. Tensors are read one at a time.
 
     heads, kv_heads: of the model; files of kind llama hold the rows of queries and keys in another order, by head.
     """
@@ -58,10 +62,7 @@ class GgufWeights:
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor of a Hugging Face name; see Weights. Raises ConfigError if missing or misshapen."""
-        own, expert = self._names(name)
-        tensor = self._file.tensors.get(own)
-        if tensor is None:
-            raise ConfigError(f"{self._file.path} has no tensor {own!r}, which {name!r} should be")
+        own, expert, tensor = self._find(name)
         data = tensor.data if expert is None else tensor.data[expert : expert + 1]
         try:
             # Norms lose the one that files add to them before they are rounded.
@@ -73,10 +74,44 @@ class GgufWeights:
             raise ConfigError(f"{self._file.path}: {own!r} has shape {tuple(found.shape)}; its metadata mean {shape}")
         if own.endswith("norm.weight") and self._norms_hold_one:
             found = found - 1.0
-        part = own.split(".")[2] if own.startswith("blk.") else ""
-        if part in self._interleaved:
-            found = _half_split(found, self._interleaved[part])
+        heads = self._heads_in_turns(own)
+        if heads:
+            found = _half_split(found, heads)
         return found.to(device=self._device, dtype=self._dtype)
+
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
+        """See PackedSource."""
+        own, expert, tensor = self._find(name)
+        form = FORMATS.get(tensor.tensor_type.name)
+        rows, inputs = shape
+        if form is None or inputs % form.inputs:
+            return None
+        stored = tuple(int(size) for size in tensor.data.shape)
+        wanted = (rows, form.row_bytes(inputs))
+        if stored[-2:] != wanted or stored[:-2] != (stored[:1] if expert is not None else ()):
+            raise ConfigError(f"{self._file.path}: {own!r} has rows of bytes {stored}; its metadata mean {wanted}")
+        place = int(tensor.data_offset) + (expert or 0) * rows * wanted[1]
+        path, heads = self._file.path, self._heads_in_turns(own)
+
+        def read() -> PackedBytes:
+            found = np.memmap(path, np.uint8, "r", place, wanted)
+            if not heads:
+                return found
+            return np.ascontiguousarray(found.reshape(heads, -1, 2, wanted[1]).swapaxes(1, 2)).reshape(wanted)
+
+        return PackedRows(form, shape, read)
+
+    def _find(self, name: str) -> tuple[str, int | None, Any]:
+        """GGUF's name of a tensor, which expert of it is meant, and the tensor. Raises ConfigError if it is missing."""
+        own, expert = self._names(name)
+        tensor = self._file.tensors.get(own)
+        if tensor is None:
+            raise ConfigError(f"{self._file.path} has no tensor {own!r}, which {name!r} should be")
+        return own, expert, tensor
+
+    def _heads_in_turns(self, own: str) -> int:
+        """How many heads a tensor has whose rows lie in another order than Hugging Face's, 0 for the same order."""
+        return self._interleaved.get(own.split(".")[2], 0) if own.startswith("blk.") else 0
 
     def _names(self, name: str) -> tuple[str, int | None]:
         """GGUF's name of a tensor, and which expert of it is meant, None for all of it."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-pthread")
-AVX2 = ("-mavx2", "-mfma")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 KERNEL_FLAGS = {
     "kernels_avx2": AVX2,
@@ -25,6 +25,9 @@ KERNEL_FLAGS = {
 }
 """What kernel files are compiled with on top of FLAGS on x86-64. A compiler that does not know them makes an empty file
 of that kind; the library then has one kind of kernels less."""
+
+FILE_FLAGS = {"formats": ("-ffp-contract=off",)}
+"""What a file is compiled with beside FLAGS on every machine."""
 
 X86 = ("x86_64", "amd64")
 BUILD_TIMEOUT_S = 300
@@ -36,7 +39,7 @@ class BuildError(Exception):
 
 def library_name() -> str:
     """Name of the library that these sources make on this kind of machine."""
-    digest = hashlib.sha256(repr((FLAGS, KERNEL_FLAGS)).encode())
+    digest = hashlib.sha256(repr((FLAGS, KERNEL_FLAGS, FILE_FLAGS)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return f"libtokenyard-{platform.machine().lower()}-{digest.hexdigest()[:16]}.so"
@@ -77,7 +80,7 @@ def build_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
 
 
 def _compile(compiler: list[str], source: Path, target: Path, extra_flags: tuple[str, ...]) -> None:
-    common = [*compiler, *FLAGS, *extra_flags, "-c", str(source), "-o", str(target)]
+    common = [*compiler, *FLAGS, *FILE_FLAGS.get(source.stem, ()), *extra_flags, "-c", str(source), "-o", str(target)]
     special = KERNEL_FLAGS.get(source.stem, ()) if platform.machine().lower() in X86 else ()
     try:
         _run([*common, *special])

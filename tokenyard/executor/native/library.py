@@ -33,6 +33,7 @@ class NativeConfig(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("dtype", "int8", "layers", "hidden")),
         *((name, ctypes.c_int32) for name in ("inter", "heads", "kv_heads", "head_dim", "rotated", "gate")),
+        ("embedding_format", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("eps", "gate_limit", "embedding_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
         ("vocabulary", ctypes.c_int64),
@@ -194,8 +195,9 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_attention_run": (number, [pointer, ctypes.POINTER(NativeAttentionTask)]),
         "ty_attention_free": (None, [pointer]),
         "ty_model_new": (pointer, [pointer, number, ctypes.POINTER(NativeConfig)]),
-        "ty_model_linear": (None, [pointer, number, number, pointer, pointer]),
-        "ty_model_expert": (None, [pointer, number, number, number, pointer, pointer]),
+        "ty_model_parts": (number, [pointer, *[number] * 4, pointer, pointer]),
+        "ty_model_place": (numbers, [pointer]),
+        "ty_model_linear": (None, [pointer, *[number] * 4, pointer, pointer]),
         "ty_model_vector": (None, [pointer, number, number, pointer]),
         "ty_model_slots": (numbers, [pointer, number, numbers]),
         "ty_model_adapter": (None, [pointer, number, number, number, numbers, pointer, pointer]),
@@ -210,7 +212,12 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_drawer_new": (pointer, [pointer, number, numbers]),
         "ty_drawer_run": (number, [pointer, pointer, numbers, numbers, *[pointer] * 7]),
         "ty_drawer_free": (None, [pointer]),
-        "ty_product": (number, [pointer, number, number, number, *[pointer] * 3, *[numbers] * 3, number, pointer]),
+        "ty_part_multiple": (number, [number]),
+        "ty_linear_new": (pointer, [pointer, number, number, numbers, number, number, pointer, pointer]),
+        "ty_linear_set": (None, [pointer, number, pointer, pointer]),
+        "ty_linear_run": (number, [pointer, pointer, numbers, pointer]),
+        "ty_linear_free": (None, [pointer]),
+        "ty_unpack_rows": (None, [number, pointer, pointer, numbers, numbers, pointer]),
     }
     for name, (result, arguments) in kinds.items():
         function = getattr(functions, name)

@@ -3,36 +3,63 @@
 import ctypes
 import logging
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.formats.packed import LinearPart, PackedBytes, PackedSource, divide, unpacked
+from tokenyard.executor.formats.weight_format import INT8, STORED, WeightFormat
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import rotary_table
 from tokenyard.executor.models.config import ACTIVATIONS, ModelConfig
 from tokenyard.executor.models.decoder import fused_parts, norm_names
-from tokenyard.executor.native.library import DOWN, GATE_UP, HEAD, OUTPUT, QKV, NativeConfig, NativeStep
-from tokenyard.executor.native.moe import NO_MEMORY, describe_moe, load_experts, with_addresses
+from tokenyard.executor.native.library import DOWN, GATE_UP, HEAD, OUTPUT, QKV, ROUTER, NativeConfig, NativeStep
+from tokenyard.executor.native.moe import NO_MEMORY, describe_moe, expert_products, with_addresses
 from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, check, describe_step, int32s
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
 
+EMBEDDING = "model.embed_tokens"
 ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, AFTER_ATTENTION, AFTER_MLP, SINKS, LAST_NORM = range(8)
+
+
+class _Linear(NamedTuple):
+    """A product of the model, which may be several matrices over the same input.
+
+    layer, which, expert: as the library counts; expert is -1 for a product that is not of one.
+    outputs: the matrices' names, without `.weight`, and rows.
+    """
+
+    layer: int
+    which: int
+    expert: int
+    outputs: dict[str, int]
+    inputs: int
+    bias: bool
 
 
 class NativeDecoder:
     """The weights of a model, laid out once for the library's products.
 
     Weights are taken by their Hugging Face names, one after another, so that a second copy of the model never lies in
-    memory. int8: those of products are rounded to bytes, with a scale for each output; embeddings stay. `adapters` is
-    set before a step: the slot of each token's adapter (see NativeLoraPool), None where no token has one. Raises
-    ConfigError if a weight is missing or misshapen or memory runs out.
+    memory. Matrices in one of the library's formats stay packed (see `formats`), and a packed embedding stays in its
+    file, which is mapped.
+
+    int8: other matrices of products are rounded to bytes, with a scale for each output; embeddings stay.
+
+    `adapters` is set before a step: the slot of each token's adapter (see NativeLoraPool), None where no token has one.
+    `weight_bytes` is the size of the weights of products.
+
+    Raises ConfigError if a weight is missing or misshapen or memory runs out.
     """
 
     def __init__(
@@ -46,26 +73,36 @@ class NativeDecoder:
         int8: bool = False,
     ) -> None:
         self.engine, self.config, self.dtype = engine, config, dtype
+        self._unpacked = INT8 if int8 else STORED
         self.adapters: npt.NDArray[np.int32] | None = None
-        shape = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.get("model.embed_tokens.weight", shape).contiguous()
+        self._embedding, self._embedding_format = self._read_embedding(weights)
         self._cos_sin = {
             rope: rotary_table(rope, config.head_dim, context_length) for rope in dict.fromkeys(config.ropes)
         }
         self.model = self._make(dtype, int8)
         begin_s = time.perf_counter()
+        self.weight_bytes = self._load_linears(weights)
         for layer in range(config.num_layers):
-            self._take_layer(weights, layer)
+            self._take_vectors(weights, layer)
         last_norm = weights.get("model.norm.weight", (config.hidden_size,))
         self._norm(0, LAST_NORM, last_norm)
         self.last_norm = RMSNorm(last_norm.float(), config.norm_eps, config.norm_offset)
-        head = self._embedding if config.tied_embeddings else weights.get("lm_head.weight", shape)
-        self._linear(0, HEAD, head, None)
-        logger.info("loaded and packed %d layers in %.1f s", config.num_layers, time.perf_counter() - begin_s)
+        logger.info(
+            "loaded and packed %d layers, %.2f GB, in %.1f s",
+            *(config.num_layers, self.weight_bytes / 1e9, time.perf_counter() - begin_s),
+        )
 
     def __del__(self) -> None:
         if getattr(self, "model", None):
             self.engine.functions.ty_model_free(self.model)
+
+    def _read_embedding(self, weights: Weights) -> tuple[torch.Tensor | PackedBytes, int]:
+        """The embedding and the library's number of its format."""
+        name, shape = f"{EMBEDDING}.weight", (self.config.vocab_size, self.config.hidden_size)
+        packed = weights.packed(name, shape) if isinstance(weights, PackedSource) else None
+        if packed is not None:
+            return packed.read(), packed.format.number
+        return weights.get(name, shape).contiguous(), STORED
 
     def _make(self, dtype: torch.dtype, int8: bool) -> int:
         """Create the library's model, which has room for all weights."""
@@ -95,7 +132,10 @@ class NativeDecoder:
             logit_softcap=config.logit_softcap,
             vocabulary=config.vocab_size,
             windows=ctypes.addressof(windows),
-            embedding=address(self._embedding),
+            embedding_format=self._embedding_format,
+            embedding=(
+                address(self._embedding) if isinstance(self._embedding, torch.Tensor) else self._embedding.ctypes.data
+            ),
             cos_sin=ctypes.addressof(tables),
             experts=None if experts is None else ctypes.addressof(experts),
             expert_layers=ctypes.addressof(having),
@@ -105,50 +145,90 @@ class NativeDecoder:
             raise ConfigError(NO_MEMORY)
         return int(made)
 
-    def _take_layer(self, weights: Weights, layer: int) -> None:
-        config, prefix = self.config, f"model.layers.{layer}"
-        hidden = config.hidden_size
+    def _linears(self) -> Iterator[_Linear]:
+        """All products of the model."""
+        config = self.config
+        hidden, inter = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention, names = f"{prefix}.self_attn", norm_names(config)
-        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
-        self._fused(weights, layer, QKV, qkv, hidden, config.qkv_bias)
-        self._fused(weights, layer, OUTPUT, {f"{attention}.o_proj": hidden}, q_size, config.output_bias)
-        self._take_mlp(weights, layer)
-        norms = {ATTENTION_NORM: "input_layernorm", MLP_NORM: names.before_mlp}
-        norms |= {AFTER_ATTENTION: names.after_attention, AFTER_MLP: names.after_mlp}
-        for which, name in norms.items():
-            if name:
-                self._norm(layer, which, weights.get(f"{prefix}.{name}.weight", (hidden,)))
-        if config.qk_norm:
-            self._norm(layer, Q_NORM, weights.get(f"{attention}.q_norm.weight", (config.head_dim,)))
-            self._norm(layer, K_NORM, weights.get(f"{attention}.k_norm.weight", (config.head_dim,)))
-        if config.sinks:
-            self._vector(layer, SINKS, weights.get(f"{attention}.sinks", (config.num_heads,)))
+        for layer in range(config.num_layers):
+            attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+            qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
+            yield _Linear(layer, QKV, -1, qkv, hidden, config.qkv_bias)
+            yield _Linear(layer, OUTPUT, -1, {f"{attention}.o_proj": hidden}, q_size, config.output_bias)
+            if config.experts is not None and self._has_experts(layer):
+                for product in expert_products(config, layer):
+                    yield _Linear(layer, *product, config.experts.bias)
+                continue
+            gate_up = {f"{mlp}.gate_proj": inter, f"{mlp}.up_proj": inter}
+            yield _Linear(layer, GATE_UP, -1, gate_up, hidden, config.mlp_bias)
+            yield _Linear(layer, DOWN, -1, {f"{mlp}.down_proj": hidden}, inter, config.mlp_bias)
+        head = EMBEDDING if config.tied_embeddings else "lm_head"
+        yield _Linear(0, HEAD, -1, {head: config.vocab_size}, hidden, bias=False)
+
+    def _load_linears(self, weights: Weights) -> int:
+        """Lay out the weights of all products; returns their bytes. Raises ConfigError; see NativeDecoder."""
+        functions = self.engine.functions
+        products = self._divided(weights)
+        for one, parts in products:
+            if any(part.packed for part in parts):
+                formats = int32s(tuple(part.format.number if part.format else self._unpacked for part in parts))
+                outputs = (ctypes.c_int64 * len(parts))(*(part.outputs for part in parts))
+                place = (self.model, one.layer, one.which, one.expert)
+                if functions.ty_model_parts(*place, len(parts), formats, outputs):
+                    raise AssertionError(f"parts of {list(one.outputs)} do not end with panels")
+        placed = int(functions.ty_model_place(self.model))
+        if placed < 0:
+            raise ConfigError(NO_MEMORY)
+        for one, parts in products:
+            for number, part in enumerate(parts):
+                self._load_part(weights, one, number, part)
+        return placed
+
+    def _divided(self, weights: Weights) -> list[tuple[_Linear, tuple[LinearPart, ...]]]:
+        """All products, each in parts of one format."""
+        multiple = self.engine.functions.ty_part_multiple(self.engine.level)
+        products = []
+        formats = defaultdict[tuple[int, int], set[WeightFormat | None]](set)
+        for one in self._linears():
+            # The weights of a router stay numbers: another choice of experts is a large change.
+            parts = unpacked(one.outputs)
+            if one.which != ROUTER:
+                parts = divide(weights, one.outputs, one.inputs, multiple=multiple, gated=one.which == GATE_UP)
+            if one.expert >= 0:
+                formats[one.layer, one.which].update(part.format for part in parts)
+            products.append((one, parts))
+        # The experts of a layer take the same rows, so they have one format.
+        return [
+            (one, unpacked(one.outputs) if len(formats.get((one.layer, one.which), ())) > 1 else parts)
+            for one, parts in products
+        ]
+
+    def _load_part(self, weights: Weights, one: _Linear, number: int, part: LinearPart) -> None:
+        call = partial(self.engine.functions.ty_model_linear, self.model, one.layer, one.which, one.expert, number)
+        if not part.packed:
+            return with_addresses(call, *fused_parts(weights, dict(part.matrices), one.inputs, one.bias))
+        biases = [weights.get(f"{name}.bias", (rows,)).float() for name, rows in part.matrices] if one.bias else []
+        bias = torch.cat(biases) if biases else None
+        data = part.read()
+        call(data.ctypes.data, None if bias is None else address(bias))
 
     def _has_experts(self, layer: int) -> bool:
         experts = self.config.experts
         return experts is not None and layer in experts.layers
 
-    def _take_mlp(self, weights: Weights, layer: int) -> None:
-        config, mlp = self.config, f"model.layers.{layer}.mlp"
-        if self._has_experts(layer):
-            return load_experts(partial(self._expert, layer), config, weights, layer)
-        hidden, inter = config.hidden_size, config.intermediate_size
-        gate_up = {f"{mlp}.gate_proj": inter, f"{mlp}.up_proj": inter}
-        self._fused(weights, layer, GATE_UP, gate_up, hidden, config.mlp_bias)
-        self._fused(weights, layer, DOWN, {f"{mlp}.down_proj": hidden}, inter, config.mlp_bias)
-
-    def _fused(
-        self, weights: Weights, layer: int, which: int, outputs: dict[str, int], inputs: int, bias: bool
-    ) -> None:
-        self._linear(layer, which, *fused_parts(weights, outputs, inputs, bias))
-
-    def _linear(self, layer: int, which: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        with_addresses(partial(self.engine.functions.ty_model_linear, self.model, layer, which), weight, bias)
-
-    def _expert(self, layer: int, which: int, expert: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        call = partial(self.engine.functions.ty_model_expert, self.model, layer, which, expert)
-        with_addresses(call, weight, bias)
+    def _take_vectors(self, weights: Weights, layer: int) -> None:
+        config, prefix = self.config, f"model.layers.{layer}"
+        attention, names = f"{prefix}.self_attn", norm_names(config)
+        norms = {ATTENTION_NORM: "input_layernorm", MLP_NORM: names.before_mlp}
+        norms |= {AFTER_ATTENTION: names.after_attention, AFTER_MLP: names.after_mlp}
+        for which, name in norms.items():
+            if name:
+                self._norm(layer, which, weights.get(f"{prefix}.{name}.weight", (config.hidden_size,)))
+        if config.qk_norm:
+            self._norm(layer, Q_NORM, weights.get(f"{attention}.q_norm.weight", (config.head_dim,)))
+            self._norm(layer, K_NORM, weights.get(f"{attention}.k_norm.weight", (config.head_dim,)))
+        if config.sinks:
+            self._vector(layer, SINKS, weights.get(f"{attention}.sinks", (config.num_heads,)))
 
     def _norm(self, layer: int, which: int, weight: torch.Tensor) -> None:
         self._vector(layer, which, weight.float() + self.config.norm_offset)

@@ -1,8 +1,9 @@
 """A mixture of experts by the native kernels: a layer is one call, and only experts that a token chose are read."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,15 @@ from tokenyard.executor.native.library import DOWN, GATE_UP, ROUTER, NativeMoeLa
 from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, check
 from tokenyard.executor.weights import Weights
 
-Put = Callable[[int, int, torch.Tensor, torch.Tensor | None], None]
-"""Takes in a product of a layer: which it is (ROUTER, GATE_UP or DOWN), of which expert, its weight and its bias."""
+
+class ExpertProduct(NamedTuple):
+    """A product of a layer of experts: ROUTER, GATE_UP or DOWN, of which expert, rows by name, and numbers of a row."""
+
+    which: int
+    expert: int
+    outputs: dict[str, int]
+    inputs: int
+
 
 NO_MEMORY = "there is no memory for the packed weights; try a smaller model or --model-impl torch"
 
@@ -35,7 +43,11 @@ class NativeMoe:
         self._layer = self._functions.ty_experts_new(engine.pool, engine.level, ctypes.byref(wanted))
         if not self._layer:
             raise ConfigError(NO_MEMORY)
-        load_experts(self._put, config, weights, layer)
+        assert config.experts is not None
+        for product in expert_products(config, layer):
+            found = fused_parts(weights, product.outputs, product.inputs, config.experts.bias)
+            call = partial(self._functions.ty_experts_linear, self._layer, product.which, product.expert)
+            with_addresses(call, *found)
 
     def __del__(self) -> None:
         if getattr(self, "_layer", None):
@@ -47,9 +59,6 @@ class NativeMoe:
         found = torch.empty(x.shape, dtype=torch.float32)
         check(self._functions.ty_experts_run(self._layer, address(given), len(x), address(found)))
         return found.to(x.dtype)
-
-    def _put(self, which: int, expert: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        with_addresses(partial(self._functions.ty_experts_linear, self._layer, which, expert), weight, bias)
 
 
 def with_addresses(call: Callable[[int, int | None], None], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -76,14 +85,13 @@ def describe_moe(config: ModelConfig, dtype: torch.dtype, *, int8: bool = False)
     )
 
 
-def load_experts(put: Put, config: ModelConfig, weights: Weights, layer: int) -> None:
-    """Hand over a layer's router and experts, one product after another. Raises ConfigError; see Weights."""
+def expert_products(config: ModelConfig, layer: int) -> Iterator[ExpertProduct]:
+    """Yield a layer's router, then the products of its experts."""
     experts, prefix = config.experts, f"model.layers.{layer}.mlp"
     assert experts is not None
-    hidden, inter, bias = config.hidden_size, experts.intermediate_size, experts.bias
-    put(ROUTER, 0, *fused_parts(weights, {f"{prefix}.gate": experts.count}, hidden, bias))
+    hidden, inter = config.hidden_size, experts.intermediate_size
+    yield ExpertProduct(ROUTER, 0, {f"{prefix}.gate": experts.count}, hidden)
     for expert in range(experts.count):
         own = f"{prefix}.experts.{expert}"
-        gate_up = {f"{own}.gate_proj": inter, f"{own}.up_proj": inter}
-        put(GATE_UP, expert, *fused_parts(weights, gate_up, hidden, bias))
-        put(DOWN, expert, *fused_parts(weights, {f"{own}.down_proj": hidden}, inter, bias))
+        yield ExpertProduct(GATE_UP, expert, {f"{own}.gate_proj": inter, f"{own}.up_proj": inter}, hidden)
+        yield ExpertProduct(DOWN, expert, {f"{own}.down_proj": hidden}, inter)

@@ -3,6 +3,7 @@
 #include <new>
 
 #include "experts.h"
+#include "formats.h"
 #include "model.h"
 #include "ops.h"
 
@@ -13,7 +14,8 @@ enum { PLAIN, AVX2, AVX512, AVX512_BF16, LEVELS };
 bool cpu_has(int level) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     switch (level) {
@@ -64,18 +66,38 @@ struct AloneAttention {
 struct AloneExperts {
     ty::Pool &pool;
     const int width;
-    const int64_t stored_bytes;
     ty::Experts layer;
     ty::ExpertRows rows;
     ty::Block memory;
 
     AloneExperts(ty::Pool &of, int level, const ty_experts &config)
-        : pool(of), width(kernels_of(level)->width), stored_bytes(config.dtype == TY_BF16 ? 2 : 4),
+        : pool(of), width(kernels_of(level)->width),
           rows(of, typed_of(level, config.dtype), width, ty::facts_of(config)) {
         layer.shape(typed_of(level, config.dtype), ty::facts_of(config));
         ty::place_linears(layer.linears(), width, memory);
     }
 };
+
+struct AloneLinear {
+    ty::Pool &pool;
+    const ty::TypedKernels &kernels;
+    const int width;
+    ty::Linear linear;
+    ty::RoundedRows rounded;
+    ty::Block memory;
+};
+
+// False, with nothing done, where the parts cannot be multiplied with.
+bool set_parts(ty::Linear &linear, const ty::TypedKernels &kernels, int width, int count, const int32_t *formats,
+               const int64_t *outputs) {
+    std::vector<ty::LinearPart> parts;
+    for (int i = 0; i < count; i++)
+        parts.push_back({&kernels.formats[formats[i]], outputs[i]});
+    if (!ty::can_divide(parts, linear.gated, width))
+        return false;
+    linear.parts = parts;
+    return true;
+}
 
 struct AloneDrawer {
     ty::Pool &pool;
@@ -139,12 +161,20 @@ void *ty_model_new(void *pool, int level, const ty_config *config) {
     return made;
 }
 
-void ty_model_linear(void *model, int layer, int which, const void *weights, const float *bias) {
-    ((ty::Model *)model)->set_linear(layer, which, weights, bias);
+int ty_model_parts(void *model, int layer, int which, int expert, int count, const int32_t *formats,
+                   const int64_t *outputs) {
+    ty::Model *own = (ty::Model *)model;
+    return !set_parts(own->linear(layer, which, expert), own->kernels(), own->width(), count, formats, outputs);
 }
 
-void ty_model_expert(void *model, int layer, int which, int expert, const void *weights, const float *bias) {
-    ((ty::Model *)model)->set_expert(layer, which, expert, weights, bias);
+int64_t ty_model_place(void *model) {
+    int64_t bytes = -1;
+    guarded([&] { bytes = ((ty::Model *)model)->place(); });
+    return bytes;
+}
+
+void ty_model_linear(void *model, int layer, int which, int expert, int part, const void *weights, const float *bias) {
+    ((ty::Model *)model)->set_linear(layer, which, expert, part, weights, bias);
 }
 
 void ty_model_vector(void *model, int layer, int which, const float *numbers) {
@@ -186,7 +216,7 @@ void *ty_experts_new(void *pool, int level, const ty_experts *config) {
 void ty_experts_linear(void *experts, int which, int expert, const void *weights, const float *bias) {
     AloneExperts *alone = (AloneExperts *)experts;
     ty::Awake awake(alone->pool);
-    ty::pack(alone->pool, alone->width, alone->stored_bytes, alone->layer.linear(which, expert), weights, bias);
+    ty::pack(alone->pool, alone->width, alone->layer.linear(which, expert), 0, weights, bias);
 }
 
 int ty_experts_run(void *experts, const void *x, int64_t rows, float *out) {
@@ -220,32 +250,50 @@ int ty_drawer_run(void *drawer, const float *logits, int64_t vocabulary, int64_t
 
 void ty_drawer_free(void *drawer) { delete (AloneDrawer *)drawer; }
 
-int ty_product(void *pool, int level, int dtype, int int8, const void *x, const void *weights, const float *bias, int64_t rows,
-               int64_t inputs, int64_t outputs, int gated, void *y) {
-    return guarded([&] {
-        const ty::TypedKernels &kernels = typed_of(level, dtype);
-        const int width = kernels_of(level)->width;
-        ty::Block memory;
-        ty::Linear linear;
-        linear.inputs = inputs;
-        linear.outputs = outputs;
-        linear.gated = gated != 0;
-        linear.kernels = int8 ? &kernels.as_int8 : &kernels.as_stored;
-        linear.panels = memory.get_of<char>(linear.bytes(width));
-        ty::Awake awake(pool_of(pool));
-        ty::pack(pool_of(pool), width, dtype == TY_BF16 ? 2 : 4, linear, weights, bias);
-        ty::Product job = {x, inputs, nullptr, linear.panels, bias ? linear.bias.data() : nullptr,
-                           inputs, outputs, linear.count(width), gated ? ty::SILU : ty::STORE,
-                           y, gated ? outputs / 2 : outputs};
-        ty::ByteRows bytes;
-        if (int8) {
-            bytes.round(pool_of(pool), kernels, x, rows, inputs);
-            job.x = bytes.bytes.get(0);
-            job.ldx = bytes.stride;
-            job.row_scales = (const float *)bytes.scales.get(0);
-        }
-        ty::run_product(pool_of(pool), *linear.kernels, job, rows);
+int ty_part_multiple(int level) { return 2 * kernels_of(level)->width; }
+
+void *ty_linear_new(void *pool, int level, int dtype, int64_t inputs, int gated, int count, const int32_t *formats,
+                    const int64_t *outputs) {
+    AloneLinear *made = nullptr;
+    guarded([&] {
+        std::unique_ptr<AloneLinear> alone(
+            new AloneLinear{pool_of(pool), typed_of(level, dtype), kernels_of(level)->width, {}, {}, {}});
+        alone->linear.inputs = inputs;
+        alone->linear.gated = gated != 0;
+        for (int i = 0; i < count; i++)
+            alone->linear.outputs += outputs[i];
+        if (!set_parts(alone->linear, alone->kernels, alone->width, count, formats, outputs))
+            return;
+        ty::place_linears({&alone->linear}, alone->width, alone->memory);
+        made = alone.release();
     });
+    return made;
+}
+
+void ty_linear_set(void *linear, int part, const void *weights, const float *bias) {
+    AloneLinear *alone = (AloneLinear *)linear;
+    ty::Awake awake(alone->pool);
+    ty::pack(alone->pool, alone->width, alone->linear, (size_t)part, weights, bias);
+}
+
+int ty_linear_run(void *linear, const void *x, int64_t rows, void *y) {
+    return guarded([&] {
+        AloneLinear *alone = (AloneLinear *)linear;
+        const ty::Linear &own = alone->linear;
+        ty::Awake awake(alone->pool);
+        ty::Product job = {};
+        job.epilogue = own.gated ? ty::SILU : ty::STORE;
+        job.y = y;
+        job.ldy = own.gated ? own.outputs / 2 : own.outputs;
+        const ty::Inputs &inputs = alone->rounded.round(alone->pool, alone->kernels, own, x, rows);
+        ty::run_product(alone->pool, alone->width, own, inputs, job, rows);
+    });
+}
+
+void ty_linear_free(void *linear) { delete (AloneLinear *)linear; }
+
+void ty_unpack_rows(int format, const void *table, const int64_t *ids, int64_t rows, int64_t size, float *x) {
+    ty::unpack_rows(format, table, ids, 1.0f, x, rows, size);
 }
 
 #ifdef TY_PROFILE

@@ -7,6 +7,8 @@
 #define TY_API extern "C" __attribute__((visibility("default")))
 
 enum { TY_BF16, TY_FLOAT32 };
+// What weights of products are: as they are stored, rounded to int8 as they are laid out, or packed as in GGUF files.
+enum { TY_STORED, TY_INT8, TY_Q4_0, TY_Q8_0, TY_Q4_K, TY_Q6_K, TY_FORMATS };
 enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD, TY_ROUTER };
 enum { TY_SILU, TY_GELU, TY_CLAMPED };
 enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_AFTER_ATTENTION, TY_AFTER_MLP, TY_SINKS, TY_LAST_NORM };
@@ -17,13 +19,14 @@ struct ty_experts {
     float gate_limit;
 };
 
-// int8: products take weights rounded to int8. rotated: dimensions of a head that are. gate, gate_limit: see ty_experts.
+// int8: products take weights rounded to int8 where ty_model_parts names no format. rotated: dimensions of a head that
+// are. gate, gate_limit: see ty_experts. embedding_format: TY_STORED or a packed one.
 // embedding_scale: on embeddings. attention_scale, attention_softcap: see Attending in kernels.h; logit_softcap likewise,
-// of logits. windows: int32[layers], tokens that a query sees, 0 for all. embedding: stored[vocabulary, hidden]. cos_sin:
+// of logits. windows: int32[layers], tokens that a query sees, 0 for all. embedding: [vocabulary, hidden]. cos_sin:
 // float[positions, rotated] for each layer. Both must outlive the model. experts: null for none; expert_layers:
 // int32[layers], whether a layer has experts in the place of gate, up and down.
 struct ty_config {
-    int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim, rotated, gate;
+    int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim, rotated, gate, embedding_format;
     float eps, gate_limit, embedding_scale, attention_scale, attention_softcap, logit_softcap;
     int64_t vocabulary;
     const int32_t *windows;
@@ -81,10 +84,15 @@ TY_API int ty_attention_run(void *attention, const ty_attention *job);
 TY_API void ty_attention_free(void *attention);
 
 TY_API void *ty_model_new(void *pool, int level, const ty_config *config);
-// weights: stored[outputs, inputs], repacked. bias: float[outputs] or null.
-TY_API void ty_model_linear(void *model, int layer, int which, const void *weights, const float *bias);
-// See Experts::linear.
-TY_API void ty_model_expert(void *model, int layer, int which, int expert, const void *weights, const float *bias);
+// Say, before ty_model_place, that a product's weights come in parts, each in a format and with so many outputs. expert:
+// -1 where the product is not one of an expert. 1: parts cannot end there (ty_part_multiple), and nothing was done.
+TY_API int ty_model_parts(void *model, int layer, int which, int expert, int count, const int32_t *formats,
+                          const int64_t *outputs);
+// Get memory for all weights of products; returns how many bytes, -1 where there are none.
+TY_API int64_t ty_model_place(void *model);
+// Lay out weights [outputs, inputs] of a part. bias: float[outputs] or null. See ty_model_parts.
+TY_API void ty_model_linear(void *model, int layer, int which, int expert, int part, const void *weights,
+                            const float *bias);
 // TY_Q_NORM, TY_K_NORM: float[head_dim]; TY_SINKS: float[heads], see Attending; the other norms: float[hidden].
 TY_API void ty_model_vector(void *model, int layer, int which, const float *numbers);
 // Room for `slots` adapters of ranks up to `rank`, once for a model; returns the bytes that each takes, -1 where memory ran out.
@@ -112,9 +120,16 @@ TY_API int ty_drawer_run(void *drawer, const float *logits, int64_t vocabulary, 
                          const float *min_p, int64_t *tokens);
 TY_API void ty_drawer_free(void *drawer);
 
-// One product by itself: y = x * weights^T + bias, float32 out; x is active[rows, inputs]. int8: by rounded weights.
-TY_API int ty_product(void *pool, int level, int dtype, int int8, const void *x, const void *weights, const float *bias,
-                      int64_t rows, int64_t inputs, int64_t outputs, int gated, void *y);
+// A product by itself: y = x * weights^T + bias, float32 out, of weights in parts; see ty_model_parts. gated: silu of the
+// first half of the outputs times the second half, as active numbers. x: active[rows, inputs].
+TY_API int ty_part_multiple(int level);  // outputs of all parts but the last are a multiple of it
+TY_API void *ty_linear_new(void *pool, int level, int dtype, int64_t inputs, int gated, int count,
+                           const int32_t *formats, const int64_t *outputs);
+TY_API void ty_linear_set(void *linear, int part, const void *weights, const float *bias);
+TY_API int ty_linear_run(void *linear, const void *x, int64_t rows, void *y);
+TY_API void ty_linear_free(void *linear);
+// x: float[rows, size] of the rows `ids` of a table in a packed format.
+TY_API void ty_unpack_rows(int format, const void *table, const int64_t *ids, int64_t rows, int64_t size, float *x);
 
 #ifdef TY_PROFILE
 // Seconds of each phase since the last call, in the order of Phase in profile.h.

@@ -18,18 +18,19 @@ ExpertFacts facts_of(const ty_experts &config) {
 }
 
 void Experts::shape(const TypedKernels &kernels, const ExpertFacts &facts) {
-    const PanelKernels *of_experts = facts.int8 ? &kernels.as_int8 : &kernels.as_stored;
-    router.kernels = &kernels.as_stored;
+    const PanelKernels &of_experts = kernels.formats[facts.int8 ? TY_INT8 : TY_STORED];
     router.inputs = facts.hidden;
     router.outputs = facts.count;
+    router.set_whole(kernels.formats[TY_STORED]);
     gate_up.resize((size_t)facts.count);
     down.resize((size_t)facts.count);
     for (size_t e = 0; e < gate_up.size(); e++) {
-        gate_up[e].kernels = down[e].kernels = of_experts;
         gate_up[e].inputs = down[e].outputs = facts.hidden;
         gate_up[e].outputs = 2 * facts.inter;
         gate_up[e].gated = true;
         down[e].inputs = facts.inter;
+        gate_up[e].set_whole(of_experts);
+        down[e].set_whole(of_experts);
     }
 }
 
@@ -64,21 +65,12 @@ void ExpertRows::run_some(const Experts &layer, const void *x, int64_t rows, flo
     up.limit = facts_.limit;
     up.y = gated_.get((size_t)(count * inter * active_bytes_));
     up.ldy = inter;
-    gather(up, x, rows);
-    multiply(layer.gate_up, up);
+    multiply(layer.gate_up, gather(layer.gate_up[0], x, rows), up);
     Product down = {};
     down.epilogue = STORE;
-    down.x = up.y;
-    down.ldx = inter;
     down.y = found_.get_of<float>(count * hidden);
     down.ldy = hidden;
-    if (facts_.int8) {
-        bytes_.round(pool_, kernels_, up.y, count, inter);
-        down.x = bytes_.bytes.get(0);
-        down.ldx = bytes_.stride;
-        down.row_scales = (const float *)bytes_.scales.get(0);
-    }
-    multiply(layer.down, down);
+    multiply(layer.down, rounded_.round(pool_, kernels_, layer.down[0], up.y, count), down);
     const Mixing mixing = {(const float *)down.y, places_.data(), (const float *)weights_.get(0),
                            facts_.active, hidden, adding, out};
     pool_.run(ceil_div(rows, TOKENS_OF_TASK), [&](int64_t i, int) {
@@ -89,9 +81,10 @@ void ExpertRows::run_some(const Experts &layer, const void *x, int64_t rows, flo
 void ExpertRows::route(const Experts &layer, const void *x, int64_t rows) {
     const Linear &router = layer.router;
     float *logits = logits_.get_of<float>(rows * facts_.count);
-    Product job = {x, router.inputs, nullptr, router.panels, router.bias.empty() ? nullptr : router.bias.data(),
-                   router.inputs, router.outputs, router.count(width_), STORE, logits, facts_.count};
-    run_product(pool_, *router.kernels, job, rows);
+    Product job = {};
+    job.y = logits;
+    job.ldy = facts_.count;
+    run_product(pool_, width_, router, rounded_.round(pool_, kernels_, router, x, rows), job, rows);
     const Routing routing = {logits, facts_.count, facts_.active, facts_.normed,
                              chosen_.get_of<int32_t>(rows * facts_.active),
                              weights_.get_of<float>(rows * facts_.active)};
@@ -124,32 +117,29 @@ void ExpertRows::sort(int64_t rows) {
     }
 }
 
-void ExpertRows::gather(Product &job, const void *x, int64_t rows) {
+Inputs ExpertRows::gather(const Linear &linear, const void *x, int64_t rows) {
     const int64_t count = rows * facts_.active;
-    int64_t stride = facts_.hidden * active_bytes_;
-    const float *scales = nullptr;
-    float *own_scales = nullptr;
-    if (facts_.int8) {
-        bytes_.round(pool_, kernels_, x, rows, facts_.hidden);
-        x = bytes_.bytes.get(0);
-        stride = bytes_.stride;
-        scales = (const float *)bytes_.scales.get(0);
-        job.row_scales = own_scales = scales_.get_of<float>(count);
-    }
-    job.ldx = facts_.int8 ? stride : facts_.hidden;
+    Inputs inputs = rounded_.round(pool_, kernels_, linear, x, rows);
+    const RowForm form = linear.parts[0].kernels->form;
+    const int64_t stride = row_stride(form, kernels_, facts_.hidden);
+    const char *from = (const char *)inputs.x[form];
+    const float *scales = inputs.row_scales;
+    float *own_scales = scales ? scales_.get_of<float>(count) : nullptr;
     char *to = gathered_.get_of<char>(count * stride);
-    job.x = to;
     pool_.run(ceil_div(count, TOKENS_OF_TASK), [&](int64_t i, int) {
         for (int64_t place = i * TOKENS_OF_TASK; place < least(count, (i + 1) * TOKENS_OF_TASK); place++) {
             const int64_t row = sources_[(size_t)place];
-            memcpy(to + place * stride, (const char *)x + row * stride, (size_t)stride);
+            memcpy(to + place * stride, from + row * stride, (size_t)stride);
             if (scales)
                 own_scales[place] = scales[row];
         }
     });
+    inputs.x[form] = to;
+    inputs.row_scales = own_scales;
+    return inputs;
 }
 
-void ExpertRows::multiply(const std::vector<Linear> &linears, const Product &job) {
+void ExpertRows::multiply(const std::vector<Linear> &linears, const Inputs &inputs, const Product &job) {
     const int64_t panels = linears[0].count(width_), pairs = panels / 2;
     // Experts differ in rows and are few in a small batch, so that each is cut into some groups of panels.
     const int64_t wanted = 2 * TASKS_OF_THREAD * pool_.threads();
@@ -166,12 +156,9 @@ void ExpertRows::multiply(const std::vector<Linear> &linears, const Product &job
         const Task &task = tasks_[(size_t)i];
         const Linear &linear = linears[(size_t)task.expert];
         Product own = job;
-        own.weights = linear.panels;
-        own.bias = linear.bias.empty() ? nullptr : linear.bias.data();
-        own.inputs = linear.inputs;
-        own.outputs = linear.outputs;
-        own.panels = panels;
-        linear.kernels->product(own, task.row_begin, task.row_end, task.panel_begin, task.panel_end);
+        const LinearPart &part = linear.parts[0];
+        take_weights(own, linear, part, inputs);
+        part.kernels->product(own, task.row_begin, task.row_end, task.panel_begin, task.panel_end);
     });
 }
 

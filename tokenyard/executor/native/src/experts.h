@@ -23,7 +23,8 @@ struct Experts {
     Linear router;
     std::vector<Linear> gate_up, down;
 
-    // Say what the weights will be. The router's stay as they are stored, whatever the others do.
+    // Say what the weights will be: of one part each, and those of all experts alike. The router's stay as they are stored,
+    // whatever the others do.
     void shape(const TypedKernels &kernels, const ExpertFacts &facts);
     // All of them, for whoever gives them memory.
     std::vector<Linear *> linears();
@@ -56,10 +57,10 @@ class ExpertRows {
     void route(const Experts &layer, const void *x, int64_t rows);
     // The places of rows where they are sorted by expert, and the runs of these.
     void sort(int64_t rows);
-    // A product's rows, sorted: what of `job` says where they lie is filled in.
-    void gather(Product &job, const void *x, int64_t rows);
+    // Rows of x in the form that a product takes, sorted.
+    Inputs gather(const Linear &linear, const void *x, int64_t rows);
     // Multiply each run by its expert's weights.
-    void multiply(const std::vector<Linear> &linears, const Product &job);
+    void multiply(const std::vector<Linear> &linears, const Inputs &inputs, const Product &job);
 
     Pool &pool_;
     const TypedKernels &kernels_;
@@ -70,7 +71,7 @@ class ExpertRows {
     std::vector<int32_t> places_, sources_;
     std::vector<Run> runs_;
     std::vector<Task> tasks_;
-    ByteRows bytes_;
+    RoundedRows rounded_;
     Block logits_, chosen_, weights_, gathered_, scales_, gated_, found_;
 };
 

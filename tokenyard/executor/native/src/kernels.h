@@ -3,9 +3,10 @@
 //
 // KV and weights are of one type, bf16 or float ("stored"). Inputs of products ("active") are bf16 where the CPU
 // multiplies bf16 (`pairs`) and weights are bf16, else float. The residual stream, scores and sums are float. Weights of
-// products may be laid out as int8 instead; their inputs are then rows of bytes.
+// products may be int8 or packed in blocks instead; their inputs are then rows of bytes.
 #pragma once
 
+#include "api.h"
 #include "common.h"
 
 namespace ty {
@@ -16,6 +17,10 @@ constexpr int MAX_WIDTH = 16;      // most outputs in a panel
 constexpr float NOTHING = -1e30f;  // a score that no key has
 
 enum Epilogue { STORE, ADD, SILU, GELU, CLAMPED };
+
+// What a product takes its rows as: active numbers, bytes with a scale for each row, or bytes with a scale for each block
+// (see block_row_bytes in formats.h).
+enum RowForm { ACTIVE_ROWS, BYTE_ROWS, BLOCK_ROWS, ROW_FORMS };
 
 // Whether a product's panels come in turns of gate and up.
 constexpr bool gates(Epilogue epilogue) { return epilogue >= SILU; }
@@ -58,7 +63,8 @@ struct Shrinking {
 };
 
 // y = x * weights^T + bias, of which a task computes some rows and some panels of outputs.
-// A panel holds the weights of `width` outputs; `panels`, an even number, is how many there are. bias: one number per output of the panels, or null.
+// A panel holds the weights of `width` outputs; `weights` begin with panel `first`, an even number. Distances of rows, ldx,
+// are in active numbers or in bytes. bias: one number per output of the panels, or null.
 // STORE, ADD: y is float[rows, ldy], overwritten or added to. The others gate: y is active[rows, ldy], half as wide, of
 // silu(gate) * up, gelu(gate) * up by the formula with tanh, or gate * sigmoid(1.702 * gate) * (up + 1) with gate up to
 // `limit` and up within it either way (gpt-oss).
@@ -68,7 +74,7 @@ struct Product {
     const float *row_scales;  // of rows of bytes; else null
     const void *weights;
     const float *bias;
-    int64_t inputs, outputs, panels;
+    int64_t inputs, outputs, first;
     Epilogue epilogue;
     void *y;
     int64_t ldy;
@@ -156,11 +162,14 @@ struct Chunk {
     void *space;  // chunk_space bytes
 };
 
-// One way to lay out stored weights for products.
+// One way to lay out weights for products.
 struct PanelKernels {
+    RowForm form;
+    // Bytes of a row of weights with so many inputs before they are laid out.
+    int64_t (*row_bytes)(int64_t inputs);
     // Bytes of a panel of weights with so many inputs.
     int64_t (*panel_bytes)(int64_t inputs);
-    // Lay out `rows` (at most `width`) rows of stored weights as panel `panel`; further outputs are zeros.
+    // Lay out `rows` (at most `width`) rows of weights as panel `panel`; further outputs are zeros.
     void (*pack_panel)(const void *weights, int64_t rows, int64_t inputs, void *panels, int64_t panel);
     void (*product)(const Product &job, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
 };
@@ -168,14 +177,16 @@ struct PanelKernels {
 // The kernels over one type of weights.
 struct TypedKernels {
     bool active_is_bf16;
-    PanelKernels as_stored, as_int8;
+    PanelKernels formats[TY_FORMATS];  // by TY_STORED and what follows it
     // Lay out stored weights[lanes, inputs], `stride` numbers from one to the next, as lanes lane .. lane + lanes - 1 of
-    // a panel by itself, as_stored.panel_bytes(padded) long; all else in it becomes zeros.
+    // a panel of TY_STORED by itself, panel_bytes(padded) long; all else in it becomes zeros.
     void (*pack_lanes)(const void *weights, int64_t stride, int64_t lane, int64_t lanes, int64_t inputs, int64_t padded,
                        void *panel);
     void (*shrink)(const Shrinking &job);
     // Rows of active[rows, size] as bytes for products with int8 weights: `stride` bytes a row, a scale each.
     void (*round_rows)(const void *x, int64_t rows, int64_t size, uint8_t *bytes, int64_t stride, float *scales);
+    // The same for products with weights in blocks; `size` is a multiple of a block's.
+    void (*round_blocks)(const void *x, int64_t rows, int64_t size, char *out, int64_t stride);
     // out[rows, size] (active) = x[rows, size] / rms(x) * weight
     void (*norm)(const float *x, const float *weight, void *out, int64_t rows, int64_t size, float eps);
     // x[rows, size] += found[rows, size] / rms(found) * weight

@@ -1,4 +1,5 @@
 // The kernels for avx2.
+#include "formats.h"
 #include "kernels.h"
 
 #if defined(__AVX2__) && defined(__FMA__)
@@ -14,6 +15,7 @@
 #include "product.inc"
 #include "lora.inc"
 #include "bytes.inc"
+#include "blocks.inc"
 #include "draw.inc"
 #include "rows.inc"
 #include "experts.inc"

@@ -1,4 +1,5 @@
 // The kernels for any CPU.
+#include "formats.h"
 #include "kernels.h"
 
 #include <math.h>
@@ -12,6 +13,7 @@
 #include "product.inc"
 #include "lora.inc"
 #include "bytes.inc"
+#include "blocks.inc"
 #include "draw.inc"
 #include "rows.inc"
 #include "experts.inc"

@@ -36,9 +36,9 @@ void AdaptedRows::set(const int32_t *slots, int64_t rows) {
             order_[(size_t)counts_[(size_t)slots[r]]++] = (int32_t)r;
 }
 
-ProductSlots::ProductSlots(const TypedKernels &kernels, int width, int64_t stored_bytes, const Linear &linear,
+ProductSlots::ProductSlots(const TypedKernels &kernels, int width, const Linear &linear,
                            const std::vector<int64_t> &parts)
-    : kernels_(kernels), width_(width), stored_bytes_(stored_bytes), inputs_(linear.inputs), begins_{0} {
+    : kernels_(kernels), stored_(kernels.formats[TY_STORED]), width_(width), inputs_(linear.inputs), begins_{0} {
     for (int64_t part : parts)
         begins_.push_back(begins_.back() + part);
     const int64_t panels = linear.count(width), half = linear.outputs / 2;
@@ -60,12 +60,12 @@ ProductSlots::ProductSlots(const TypedKernels &kernels, int width, int64_t store
 }
 
 int64_t ProductSlots::a_bytes(int64_t rank) const {
-    return round_up(parts() * ceil_div(rank, width_) * kernels_.as_stored.panel_bytes(inputs_), LINE_BYTES);
+    return round_up(parts() * ceil_div(rank, width_) * stored_.panel_bytes(inputs_), LINE_BYTES);
 }
 
 int64_t ProductSlots::slot_bytes(int64_t rank) const {
     const int64_t panels = panels_.back().before + panels_.back().count;
-    return a_bytes(rank) + round_up(panels * kernels_.as_stored.panel_bytes(round_up(rank, 2)), LINE_BYTES);
+    return a_bytes(rank) + round_up(panels * stored_.panel_bytes(round_up(rank, 2)), LINE_BYTES);
 }
 
 void ProductSlots::reserve(char *memory, int slots, int64_t rank) {
@@ -79,12 +79,12 @@ void ProductSlots::put(Pool &pool, int slot, int64_t rank, const void *a, const 
     if (!rank)
         return;
     const int64_t of_part = ceil_div(rank, width_), of_a = parts() * of_part;
-    const int64_t panel_bytes = kernels_.as_stored.panel_bytes(inputs_);
+    const int64_t panel_bytes = stored_.panel_bytes(inputs_);
     pool.run(of_a + (int64_t)panels_.size(), [&](int64_t i, int) {
         if (i >= of_a)
             return pack_b(i - of_a, change, rank, b);
         const int64_t first = i % of_part * width_;
-        const char *from = (const char *)a + (i / of_part * rank + first) * inputs_ * stored_bytes_;
+        const char *from = (const char *)a + (i / of_part * rank + first) * stored_.row_bytes(inputs_);
         kernels_.pack_lanes(from, inputs_, 0, least(width_, rank - first), inputs_, inputs_,
                             (char *)change.a + i * panel_bytes);
     });
@@ -93,17 +93,17 @@ void ProductSlots::put(Pool &pool, int slot, int64_t rank, const void *a, const 
 void ProductSlots::pack_b(int64_t panel, const Change &change, int64_t rank, const void *b) const {
     const PanelParts &own = panels_[(size_t)panel];
     const auto [begin, end] = bounds_[(size_t)panel];
-    const int64_t bytes = kernels_.as_stored.panel_bytes(change.rank);
+    const int64_t bytes = stored_.panel_bytes(change.rank);
     for (int64_t i = 0; i < own.count; i++) {
         const size_t part = (size_t)(own.first + i);
         const int64_t from = most(begin, begins_[part]), to = least(end, begins_[part + 1]);
-        kernels_.pack_lanes((const char *)b + from * rank * stored_bytes_, rank, from - begin, to - from, rank,
+        kernels_.pack_lanes((const char *)b + from * stored_.row_bytes(rank), rank, from - begin, to - from, rank,
                             change.rank, (char *)change.b + (own.before + i) * bytes);
     }
 }
 
 const char *ProductSlots::panel_of(const Task &task) const {
-    return (const char *)slots_[(size_t)task.slot - 1].a + task.panel * kernels_.as_stored.panel_bytes(inputs_);
+    return (const char *)slots_[(size_t)task.slot - 1].a + task.panel * stored_.panel_bytes(inputs_);
 }
 
 Changes ProductSlots::shrink(Pool &pool, const AdaptedRows &rows, const void *x, int64_t count, Block &inner) {

@@ -37,7 +37,7 @@ class AdaptedRows {
 class ProductSlots {
   public:
     // parts: outputs of each, in the order in which the product's weights have them.
-    ProductSlots(const TypedKernels &kernels, int width, int64_t stored_bytes, const Linear &linear,
+    ProductSlots(const TypedKernels &kernels, int width, const Linear &linear,
                  const std::vector<int64_t> &parts);
 
     // Bytes of a slot for ranks up to `rank`.
@@ -66,7 +66,8 @@ class ProductSlots {
     void pack_b(int64_t panel, const Change &change, int64_t rank, const void *b) const;
 
     const TypedKernels &kernels_;
-    const int64_t width_, stored_bytes_, inputs_;
+    const PanelKernels &stored_;
+    const int64_t width_, inputs_;
     std::vector<int64_t> begins_;  // where parts begin among the outputs, and where the last one ends
     std::vector<PanelParts> panels_;
     std::vector<std::pair<int64_t, int64_t>> bounds_;  // outputs that panels hold

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "formats.h"
+
 namespace ty {
 
 namespace {
@@ -19,8 +21,8 @@ Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
       attention_(pool, kernels_, config.heads, config.kv_heads, config.head_dim),
       window_attention_(pool, kernels_, config.heads, config.kv_heads, config.head_dim) {
     const int64_t hidden = config.hidden, inter = config.inter;
-    std::vector<Linear *> linears;
     int64_t places[2] = {0, 0};
+    const PanelKernels &format = kernels_.formats[config.int8 ? TY_INT8 : TY_STORED];
     if (config.experts)
         experts_.reset(new ExpertRows(pool, kernels_, kernels.width, facts_of(*config.experts)));
     for (size_t index = 0; index < layers_.size(); index++) {
@@ -29,42 +31,45 @@ Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
         layer.cos_sin = config.cos_sin[index];
         layer.place = places[layer.window ? 1 : 0]++;
         const bool has_experts = config.experts && config.expert_layers[index];
+        if (has_experts)
+            layer.experts.shape(kernels_, facts_of(*config.experts));
         const int64_t sizes[4][2] = {
             {hidden, q_size_ + 2 * kv_size_}, {q_size_, hidden}, {hidden, 2 * inter}, {inter, hidden}};
         for (int i = 0; i < (has_experts ? TY_GATE_UP : 4); i++) {
             layer.linears[i].inputs = sizes[i][0];
             layer.linears[i].outputs = sizes[i][1];
             layer.linears[i].gated = i == TY_GATE_UP;
-            linears.push_back(&layer.linears[i]);
+            layer.linears[i].set_whole(format);
         }
     }
     head_.inputs = hidden;
     head_.outputs = config.vocabulary;
-    linears.push_back(&head_);
-    for (Linear *one : linears)
-        one->kernels = config.int8 ? &kernels_.as_int8 : &kernels_.as_stored;
-    for (size_t index = 0; config.experts && index < layers_.size(); index++)
-        if (config.expert_layers[index]) {
-            Experts &own = layers_[index].experts;
-            own.shape(kernels_, facts_of(*config.experts));
-            for (Linear *one : own.linears())
+    head_.set_whole(format);
+}
+
+Linear &Model::linear(int layer, int which, int expert) {
+    if (which == TY_HEAD)
+        return head_;
+    Layer &own = layers_[(size_t)layer];
+    return expert < 0 && which != TY_ROUTER ? own.linears[which] : own.experts.linear(which, expert);
+}
+
+int64_t Model::place() {
+    std::vector<Linear *> linears;
+    for (Layer &layer : layers_) {
+        for (int i = 0; i < (layer.has_experts() ? TY_GATE_UP : 4); i++)
+            linears.push_back(&layer.linears[i]);
+        if (layer.has_experts())
+            for (Linear *one : layer.experts.linears())
                 linears.push_back(one);
-        }
-    place_linears(linears, all_.width, weights_);
+    }
+    linears.push_back(&head_);
+    return place_linears(linears, all_.width, weights_);
 }
 
-Linear &Model::linear(int layer, int which) {
-    return which == TY_HEAD ? head_ : layers_[(size_t)layer].linears[which];
-}
-
-void Model::set_linear(int layer, int which, const void *weights, const float *bias) {
+void Model::set_linear(int layer, int which, int expert, int part, const void *weights, const float *bias) {
     Awake awake(pool_);
-    pack(pool_, all_.width, stored_bytes(), linear(layer, which), weights, bias);
-}
-
-void Model::set_expert(int layer, int which, int expert, const void *weights, const float *bias) {
-    Awake awake(pool_);
-    pack(pool_, all_.width, stored_bytes(), layers_[(size_t)layer].experts.linear(which, expert), weights, bias);
+    pack(pool_, all_.width, linear(layer, which, expert), (size_t)part, weights, bias);
 }
 
 void Model::set_vector(int layer, int which, const float *numbers) {
@@ -81,7 +86,7 @@ int64_t Model::reserve_slots(int slots, int64_t rank) {
     for (Layer &layer : layers_) {
         layer.slots.clear();
         for (int i = 0; i < (layer.has_experts() ? TY_GATE_UP : 4); i++) {
-            layer.slots.emplace_back(kernels_, all_.width, stored_bytes(), layer.linears[i], parts[i]);
+            layer.slots.emplace_back(kernels_, all_.width, layer.linears[i], parts[i]);
             bytes += layer.slots.back().slot_bytes(rank);
         }
     }
@@ -107,7 +112,11 @@ bool Model::step(const ty_step &step) {
     adapted_.set(step.adapters, step.tokens);
     Awake awake(pool_);
     timed(EMBED, [&] {
-        kernels_.embed(config_.embedding, step.token_ids, config_.embedding_scale, x_, step.tokens, config_.hidden);
+        if (config_.embedding_format == TY_STORED)
+            kernels_.embed(config_.embedding, step.token_ids, config_.embedding_scale, x_, step.tokens, config_.hidden);
+        else
+            unpack_rows(config_.embedding_format, config_.embedding, step.token_ids, config_.embedding_scale, x_,
+                        step.tokens, config_.hidden);
     });
     timed(PREPARE, [&] { prepare(step); });
     for (int i = 0; i < config_.layers; i++)
@@ -155,17 +164,15 @@ Model::Plane Model::plane_of(const Layer &layer, int index, const ty_step &step)
 
 void Model::multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
                      int64_t rows, const Changes &changes) {
-    Product job = {x, linear.inputs, nullptr, linear.panels, linear.bias.empty() ? nullptr : linear.bias.data(),
-                   linear.inputs, linear.outputs, linear.count(all_.width), epilogue, y, ldy,
-                   changes.slots ? &changes : nullptr, config_.gate_limit};
-    if (config_.int8)
-        timed(ROUND, [&] {
-            bytes_.round(pool_, kernels_, x, rows, linear.inputs);
-            job.x = bytes_.bytes.get(0);
-            job.ldx = bytes_.stride;
-            job.row_scales = (const float *)bytes_.scales.get(0);
-        });
-    timed(phase, [&] { run_product(pool_, *linear.kernels, job, rows); });
+    Product job = {};
+    job.epilogue = epilogue;
+    job.y = y;
+    job.ldy = ldy;
+    job.changes = changes.slots ? &changes : nullptr;
+    job.limit = config_.gate_limit;
+    const Inputs *inputs = nullptr;
+    timed(ROUND, [&] { inputs = &rounded_.round(pool_, kernels_, linear, x, rows); });
+    timed(phase, [&] { run_product(pool_, all_.width, linear, *inputs, job, rows); });
 }
 
 Changes Model::changes(Layer &layer, int which, const void *x, int64_t rows) {

@@ -16,8 +16,11 @@ class Model {
   public:
     Model(Pool &pool, const Kernels &kernels, const ty_config &config);
 
-    void set_linear(int layer, int which, const void *weights, const float *bias);
-    void set_expert(int layer, int which, int expert, const void *weights, const float *bias);
+    // A product, whose parts may be changed until place() is called. expert: -1 where it is not one of an expert.
+    Linear &linear(int layer, int which, int expert);
+    // Get memory for the weights of all products; returns how many bytes.
+    int64_t place();
+    void set_linear(int layer, int which, int expert, int part, const void *weights, const float *bias);
     void set_vector(int layer, int which, const float *numbers);
     // Room for so many adapters of ranks up to `rank`; called once. Returns the bytes that each takes.
     int64_t reserve_slots(int slots, int64_t rank);
@@ -28,6 +31,9 @@ class Model {
     void logits_of_last(const int64_t *tokens, int64_t count, float *out);
     // What the last layer gave for tokens of the last step, before the norm: float[count, hidden].
     void residual_of_last(const int64_t *tokens, int64_t count, float *out) const;
+
+    const TypedKernels &kernels() const { return kernels_; }
+    int width() const { return all_.width; }
 
   private:
     struct Layer {
@@ -48,8 +54,6 @@ class Model {
         const int64_t *slots;
     };
 
-    Linear &linear(int layer, int which);
-    int64_t stored_bytes() const { return config_.dtype == TY_BF16 ? 2 : 4; }
     void multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
                   int64_t rows, const Changes &changes = {});
     // What adapters add to a product of a layer.
@@ -78,7 +82,7 @@ class Model {
     Block weights_, adapters_;
     Attention attention_, window_attention_;
     std::unique_ptr<ExpertRows> experts_;
-    ByteRows bytes_;
+    RoundedRows rounded_;
     AdaptedRows adapted_;
     Block residual_, normed_, qkv_, q_, attended_, gated_, few_, few_normed_, inner_, added_;
     float *x_ = nullptr;

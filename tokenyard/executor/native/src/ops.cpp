@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "formats.h"
+
 namespace ty {
 
 namespace {
@@ -25,53 +27,122 @@ Part part_of_row(const Part &first, int64_t i, int64_t step, float *partial) {
 
 }  // namespace
 
-void place_linears(const std::vector<Linear *> &linears, int width, Block &memory) {
-    int64_t bytes = 0;
-    for (const Linear *one : linears)
-        bytes += one->bytes(width);
-    char *next = memory.get_of<char>(bytes);
-    for (Linear *one : linears) {
-        one->panels = next;
-        next += one->bytes(width);
-    }
+bool can_divide(const std::vector<LinearPart> &parts, bool gated, int width) {
+    for (size_t i = 0; i + 1 < parts.size(); i++)
+        if (gated || parts[i].outputs % (2 * width))
+            return false;
+    return true;
 }
 
-void pack(Pool &pool, int width, int64_t stored_bytes, Linear &linear, const void *weights, const float *bias) {
-    const int64_t panels = linear.count(width);
-    const int64_t halves = linear.gated ? 2 : 1, half = linear.outputs / halves;
+int64_t place_linears(const std::vector<Linear *> &linears, int width, Block &memory) {
+    int64_t bytes = 0;
+    for (Linear *one : linears) {
+        int64_t first = 0;
+        for (LinearPart &part : one->parts) {
+            part.first = first;
+            part.count = one->parts.size() == 1 ? one->count(width) : 2 * ceil_div(part.outputs, 2 * width);
+            first += part.count;
+            bytes += round_up(part.count * part.kernels->panel_bytes(one->inputs), LINE_BYTES);
+        }
+    }
+    char *next = memory.get_of<char>(bytes);
+    for (Linear *one : linears)
+        for (LinearPart &part : one->parts) {
+            part.panels = next;
+            next += round_up(part.count * part.kernels->panel_bytes(one->inputs), LINE_BYTES);
+        }
+    return bytes;
+}
+
+void pack(Pool &pool, int width, Linear &linear, size_t which, const void *weights, const float *bias) {
+    const LinearPart &part = linear.parts[which];
+    const int64_t halves = linear.gated ? 2 : 1, half = part.outputs / halves;
+    const int64_t row_bytes = part.kernels->row_bytes(linear.inputs);
     if (bias)
-        linear.bias.assign((size_t)(panels * width), 0.0f);
-    pool.run(panels, [&](int64_t panel, int) {
+        linear.bias.resize((size_t)(linear.count(width) * width));
+    pool.run(part.count, [&](int64_t panel, int) {
         // Panels of gate and up take turns.
         const int64_t row = panel / halves * width, begin = panel % halves * half + row;
         const int64_t rows = most(0, least(width, half - row));
-        const char *from = (const char *)weights + begin * linear.inputs * stored_bytes;
-        linear.kernels->pack_panel(from, rows, linear.inputs, linear.panels, panel);
+        const char *from = (const char *)weights + begin * row_bytes;
+        part.kernels->pack_panel(from, rows, linear.inputs, part.panels, panel);
         for (int64_t i = 0; bias && i < rows; i++)
-            linear.bias[(size_t)(panel * width + i)] = bias[begin + i];
+            linear.bias[(size_t)((part.first + panel) * width + i)] = bias[begin + i];
     });
 }
 
-void ByteRows::round(Pool &pool, const TypedKernels &kernels, const void *x, int64_t rows, int64_t size) {
-    stride = round_up(size, LINE_BYTES);
-    uint8_t *to = bytes.get_of<uint8_t>(rows * stride);
-    float *to_scales = scales.get_of<float>(rows);
+int64_t row_stride(RowForm form, const TypedKernels &kernels, int64_t size) {
+    if (form == ACTIVE_ROWS)
+        return size * (kernels.active_is_bf16 ? 2 : 4);
+    return form == BYTE_ROWS ? round_up(size, LINE_BYTES) : block_row_bytes(size);
+}
+
+const Inputs &RoundedRows::round(Pool &pool, const TypedKernels &kernels, const Linear &linear, const void *x,
+                                 int64_t rows) {
+    inputs_ = {};
+    for (const LinearPart &part : linear.parts) {
+        const RowForm form = part.kernels->form;
+        if (inputs_.x[form])
+            continue;
+        if (form == ACTIVE_ROWS) {
+            inputs_.x[form] = x;
+            inputs_.ldx[form] = linear.inputs;
+        } else {
+            round(pool, kernels, form, x, rows, linear.inputs);
+        }
+    }
+    return inputs_;
+}
+
+void RoundedRows::round(Pool &pool, const TypedKernels &kernels, RowForm form, const void *x, int64_t rows,
+                        int64_t size) {
+    const int64_t stride = row_stride(form, kernels, size), row_bytes = row_stride(ACTIVE_ROWS, kernels, size);
+    char *to = (form == BYTE_ROWS ? bytes_ : blocks_).get_of<char>(rows * stride);
+    float *scales = form == BYTE_ROWS ? scales_.get_of<float>(rows) : nullptr;
+    inputs_.x[form] = to;
+    inputs_.ldx[form] = stride;
+    inputs_.row_scales = scales ? scales : inputs_.row_scales;
+    const auto some_rows = [&](int64_t row, int64_t some) {
+        const char *from = (const char *)x + row * row_bytes;
+        if (form == BYTE_ROWS)
+            kernels.round_rows(from, some, size, (uint8_t *)to + row * stride, stride, scales + row);
+        else
+            kernels.round_blocks(from, some, size, to + row * stride, stride);
+    };
     if (rows * size <= SMALL)
-        return kernels.round_rows(x, rows, size, to, stride, to_scales);
-    const int64_t row_bytes = size * (kernels.active_is_bf16 ? 2 : 4);
+        return some_rows(0, rows);
     pool.run(ceil_div(rows, TOKENS_OF_TASK), [&](int64_t i, int) {
-        const int64_t row = i * TOKENS_OF_TASK, some = least(TOKENS_OF_TASK, rows - row);
-        kernels.round_rows((const char *)x + row * row_bytes, some, size, to + row * stride, stride, to_scales + row);
+        some_rows(i * TOKENS_OF_TASK, least(TOKENS_OF_TASK, rows - i * TOKENS_OF_TASK));
     });
 }
 
-void run_product(Pool &pool, const PanelKernels &kernels, const Product &job, int64_t rows) {
+void take_weights(Product &job, const Linear &linear, const LinearPart &part, const Inputs &inputs) {
+    const RowForm form = part.kernels->form;
+    job.x = inputs.x[form];
+    job.ldx = inputs.ldx[form];
+    job.row_scales = form == BYTE_ROWS ? inputs.row_scales : nullptr;
+    job.weights = part.panels;
+    job.first = part.first;
+    job.bias = linear.bias.empty() ? nullptr : linear.bias.data();
+    job.inputs = linear.inputs;
+    job.outputs = linear.outputs;
+}
+
+void run_product(Pool &pool, int width, const Linear &linear, const Inputs &inputs, const Product &job, int64_t rows) {
     // As many tasks for each thread, of as many pairs of panels each as can be.
-    const int64_t pairs = job.panels / 2, groups = least(pairs, TASKS_OF_THREAD * pool.threads());
+    const int64_t pairs = linear.count(width) / 2, groups = least(pairs, TASKS_OF_THREAD * pool.threads());
     const int64_t height = rows_of_task(rows), heights = ceil_div(rows, height);
     pool.run(groups * heights, [&](int64_t i, int) {
         const int64_t row = i % heights * height, group = i / heights;
-        kernels.product(job, row, least(rows, row + height), pairs * group / groups * 2, pairs * (group + 1) / groups * 2);
+        const int64_t begin = pairs * group / groups * 2, end = pairs * (group + 1) / groups * 2;
+        for (const LinearPart &part : linear.parts) {
+            const int64_t first = most(begin, part.first), last = least(end, part.first + part.count);
+            if (first >= last)
+                continue;
+            Product own = job;
+            take_weights(own, linear, part, inputs);
+            part.kernels->product(own, row, least(rows, row + height), first, last);
+        }
     });
 }
 

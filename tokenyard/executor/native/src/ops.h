@@ -18,37 +18,64 @@ constexpr int64_t TASKS_OF_THREAD = 8;
 // Rows that a task of a product takes, of so many: all if they are few.
 constexpr int64_t rows_of_task(int64_t rows) { return rows <= 48 ? most(rows, 1) : 96; }
 
-// Weights laid out for products; `gated` ones are a gate's and then, as many, those that it is multiplied with. The
-// memory of the panels belongs to someone else.
-struct Linear {
-    const PanelKernels *kernels = nullptr;
+// Outputs of a product that have one format, from its panel `first` on. The memory of the panels belongs to someone else.
+struct LinearPart {
+    const PanelKernels *kernels;
+    int64_t outputs;
+    int64_t first = 0, count = 0;
     char *panels = nullptr;
+};
+
+// Weights laid out for products; `gated` ones, of one part, are a gate's and then, as many, those that it is multiplied
+// with.
+struct Linear {
+    std::vector<LinearPart> parts;
     int64_t inputs = 0, outputs = 0;
     bool gated = false;
     std::vector<float> bias;
 
+    // Say what all outputs are.
+    void set_whole(const PanelKernels &kernels) { parts = {{&kernels, outputs}}; }
     // How many panels there are: an even number, as panels are multiplied with two at a time at least.
     int64_t count(int width) const {
         return gated ? 2 * ceil_div(outputs / 2, width) : 2 * ceil_div(outputs, 2 * width);
     }
-    int64_t bytes(int width) const { return count(width) * kernels->panel_bytes(inputs); }
 };
 
-// Give memory to weights that are shaped, one after the other.
-void place_linears(const std::vector<Linear *> &linears, int width, Block &memory);
-// Lay out stored weights[outputs, inputs]; `stored_bytes` is the size of one. bias: float[outputs] or null.
-void pack(Pool &pool, int width, int64_t stored_bytes, Linear &linear, const void *weights, const float *bias);
+// Whether outputs can be divided so: all parts but the last begin and end with a pair of panels.
+bool can_divide(const std::vector<LinearPart> &parts, bool gated, int width);
+// Give memory to weights whose parts are known, one after the other. Returns how many bytes they take.
+int64_t place_linears(const std::vector<Linear *> &linears, int width, Block &memory);
+// Lay out the weights [outputs, inputs] of a part. bias: float[outputs] or null.
+void pack(Pool &pool, int width, Linear &linear, size_t part, const void *weights, const float *bias);
 
-// Rows of active numbers as a product takes them that has int8 weights.
-struct ByteRows {
-    Block bytes, scales;
-    int64_t stride = 0;
-
-    void round(Pool &pool, const TypedKernels &kernels, const void *x, int64_t rows, int64_t size);
+// Rows in each form that some product takes.
+struct Inputs {
+    const void *x[ROW_FORMS] = {};
+    int64_t ldx[ROW_FORMS] = {};  // see Product
+    const float *row_scales = nullptr;
 };
 
-// Compute `rows` rows of a product.
-void run_product(Pool &pool, const PanelKernels &kernels, const Product &job, int64_t rows);
+// Bytes from one row to the next in a form.
+int64_t row_stride(RowForm form, const TypedKernels &kernels, int64_t size);
+
+// Rounds rows of active numbers to bytes where products take them so.
+class RoundedRows {
+  public:
+    // The rows in each form that the parts of a product take; valid until the next call.
+    const Inputs &round(Pool &pool, const TypedKernels &kernels, const Linear &linear, const void *x, int64_t rows);
+
+  private:
+    void round(Pool &pool, const TypedKernels &kernels, RowForm form, const void *x, int64_t rows, int64_t size);
+
+    Inputs inputs_;
+    Block bytes_, scales_, blocks_;
+};
+
+// Fill in what a product takes from its weights, all of which are of one part.
+void take_weights(Product &job, const Linear &linear, const LinearPart &part, const Inputs &inputs);
+// Compute `rows` rows of a product; `job` says where they go.
+void run_product(Pool &pool, int width, const Linear &linear, const Inputs &inputs, const Product &job, int64_t rows);
 void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const float *weight, void *out, int64_t rows,
               int64_t size, float eps);
 // x += norm of found

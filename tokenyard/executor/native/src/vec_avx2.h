@@ -31,6 +31,14 @@ inline Vec vload(const bf16 *p, int n) {
 inline void vstore(float *p, Vec x) { _mm256_storeu_ps(p, x); }
 inline void vstore(float *p, Vec x, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
 
+inline Vec vload_half(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+inline Vec vload_u8(const uint8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+inline Vec vload_s8(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
 inline __m128i narrow(Vec x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -26,6 +26,14 @@ inline Vec vload(const bf16 *p, int n) { return widen(_mm256_maskz_loadu_epi16(f
 inline void vstore(float *p, Vec x) { _mm512_storeu_ps(p, x); }
 inline void vstore(float *p, Vec x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
 
+inline Vec vload_half(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+inline Vec vload_u8(const uint8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+inline Vec vload_s8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
 inline __m256i narrow(Vec x) {
 #ifdef __AVX512BF16__
     return (__m256i)_mm512_cvtneps_pbh(x);

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "common.h"
+#include "formats.h"
 
 namespace ty {
 namespace {
@@ -28,6 +29,9 @@ template <class T>
 inline Vec vload(const T *p) { TY_EACH(to_float(p[i])); }
 template <class T>
 inline Vec vload(const T *p, int n) { TY_EACH(i < n ? to_float(p[i]) : 0.0f); }
+inline Vec vload_half(const void *p) { TY_EACH(half_to_float((const uint8_t *)p + 2 * i)); }
+inline Vec vload_u8(const uint8_t *p) { TY_EACH((float)p[i]); }
+inline Vec vload_s8(const int8_t *p) { TY_EACH((float)p[i]); }
 template <class T>
 inline void vstore(T *p, Vec x, int n = W) {
     for (int i = 0; i < n; i++)
@@ -35,7 +39,7 @@ inline void vstore(T *p, Vec x, int n = W) {
 }
 inline void store_bytes(uint8_t *p, Vec x, int n) {
     for (int i = 0; i < n; i++)
-        p[i] = (uint8_t)nearbyintf(x.at[i]);
+        p[i] = (uint8_t)(int)nearbyintf(x.at[i]);
 }
 inline Vec vadd(Vec a, Vec b) { TY_EACH(a.at[i] + b.at[i]); }
 inline Vec vsub(Vec a, Vec b) { TY_EACH(a.at[i] - b.at[i]); }

@@ -1,0 +1,322 @@
+"""Products of packed weights by every instruction set, and whole models whose weights stay packed."""
+
+import ctypes
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+from tests.executor.driver import Driver
+from tests.executor.gguf_maker import quantized_rows, write_gguf
+from tests.executor.tiny_models import SMALL, prompt_of
+from tokenyard.executor.formats.weight_format import FORMATS, STORED
+from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
+from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, int32s
+
+try:
+    LIBRARY = load_library()
+except NoLibraryError as error:
+    pytest.skip(f"no native library: {error}", allow_module_level=True)
+
+KERNELS = pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
+DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+FORMAT = pytest.mark.parametrize("name", FORMATS)
+ROUNDING = 2.0**-24
+BLOCK = 32
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def matrix(name, rows, inputs, seed=1):
+    """A matrix in a format, and its numbers in float64 as the gguf package reads them."""
+    kind = gguf.GGMLQuantizationType[name]
+    values = np.random.default_rng(seed).standard_normal((rows, inputs), dtype=np.float32)
+    data = np.ascontiguousarray(quantized_rows(values, kind))
+    return data, torch.from_numpy(gguf.dequantize(data, kind)).double()
+
+
+@dataclass
+class Product:
+    """A product by the library."""
+
+    on: NativeRuntime
+    dtype: torch.dtype
+    inputs: int
+    parts: list
+    bias: torch.Tensor | None = None
+    gated: bool = False
+
+    def __call__(self, x):
+        functions = self.on.functions
+        sizes = [len(data) for _, data in self.parts]
+        formats, outputs = (
+            int32s(tuple(number for number, _ in self.parts)),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+        )
+        active = self.on.active_dtype(self.dtype)
+        given, total = x.to(active).contiguous(), sum(sizes)
+        out = torch.full(
+            (len(x), total // 2 if self.gated else total), float("nan"), dtype=active if self.gated else torch.float32
+        )
+        linear = functions.ty_linear_new(
+            *(self.on.pool, self.on.level, DTYPES[self.dtype], self.inputs, self.gated, len(sizes), formats, outputs)
+        )
+        assert linear, "parts do not fit"
+        first = 0
+        for number, (_, data) in enumerate(self.parts):
+            own = None if self.bias is None else self.bias[first:].contiguous()
+            where = address(data) if isinstance(data, torch.Tensor) else data.ctypes.data
+            functions.ty_linear_set(linear, number, where, None if own is None else address(own))
+            first += sizes[number]
+        assert not functions.ty_linear_run(linear, address(given), len(x), address(out))
+        functions.ty_linear_free(linear)
+        return out
+
+
+def rounded(x):
+    """Rows as products take them, in float64: 32 inputs at a time become bytes with one scale."""
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    top = blocks.abs().amax(dim=-1, keepdim=True)
+    up = torch.where(top > 0, torch.full_like(top, 127) / top, 0.0)
+    return ((blocks * up).round().double() * (top / 127).double()).flatten(-2)
+
+
+def random(*shape, seed, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@FORMAT
+def test_rows_are_those_of_the_gguf_package_bit_for_bit(name):
+    data, whole = matrix(name, 9, 512)
+    ids = torch.tensor([8, 0, 3, 3, 7])
+    found = torch.empty(len(ids), 512)
+    LIBRARY.functions.ty_unpack_rows(
+        FORMATS[name].number, data.ctypes.data, address(ids), len(ids), 512, address(found)
+    )
+    assert torch.equal(found.double(), whole[ids])
+
+
+@KERNELS
+@FORMAT
+def test_products_take_the_same_numbers(name, level):
+    """A single input in a row shows the weights one by one."""
+    data, whole = matrix(name, 50, 256)
+    on = NativeRuntime(LIBRARY, 2, level)
+    found = Product(on, torch.float32, 256, [(FORMATS[name].number, data)])(torch.eye(256) * 127)
+    expected = whole.T * 127
+    assert ((found - expected).abs() <= 4 * ROUNDING * (expected.abs() + whole.abs().max() * 127)).all()
+
+
+SIZES = [(1, 256, 1), (1, 512, 67), (3, 256, 16), (9, 768, 130), (13, 256, 33), (49, 256, 47), (100, 512, 96)]
+
+
+@KERNELS
+@DTYPE
+@FORMAT
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+def test_products(level, dtype, name, rows, inputs, outputs):
+    data, whole = matrix(name, outputs, inputs)
+    x, bias = random(rows, inputs, seed=1, dtype=dtype), random(outputs, seed=3)
+    x[0, :BLOCK] = 0.0
+    on = NativeRuntime(LIBRARY, 2, level)
+    found = Product(on, dtype, inputs, [(FORMATS[name].number, data)], bias)(x)
+    expected = rounded(x) @ whole.T + bias.double()
+    magnitude = rounded(x).abs() @ whole.abs().T + bias.abs().double() + 1e-3
+    assert ((found - expected).abs() <= 64 * ROUNDING * magnitude).all()
+
+
+@KERNELS
+@DTYPE
+@FORMAT
+def test_a_row_does_not_depend_on_the_others(level, dtype, name):
+    data, _ = matrix(name, 70, 256)
+    product = Product(NativeRuntime(LIBRARY, 2, level), dtype, 256, [(FORMATS[name].number, data)])
+    x = random(61, 256, seed=7, dtype=dtype)
+    whole = product(x)
+    for rows in (1, 2, 5, 8, 9, 48, 60):
+        assert torch.equal(product(x[:rows]), whole[:rows])
+
+
+@KERNELS
+@FORMAT
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_an_odd_number_is_not_hidden_by_rounding(level, name, odd):
+    data, _ = matrix(name, 20, 256)
+    product = Product(NativeRuntime(LIBRARY, 2, level), torch.bfloat16, 256, [(FORMATS[name].number, data)])
+    x = random(3, 256, seed=11, dtype=torch.bfloat16)
+    whole = product(x)
+    x[1, 35] = odd
+    found = product(x)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], whole[[0, 2]])
+
+
+@KERNELS
+@DTYPE
+def test_parts_of_several_formats(level, dtype):
+    on, inputs = NativeRuntime(LIBRARY, 2, level), 256
+    multiple = on.functions.ty_part_multiple(level)
+    packed = [matrix(name, 2 * multiple, inputs, seed) for seed, name in enumerate(FORMATS)]
+    stored = random(multiple, inputs, seed=9, dtype=dtype)
+    last, last_whole = matrix("Q4_0", 19, inputs)
+    parts = [(FORMATS[name].number, data) for name, (data, _) in zip(FORMATS, packed, strict=True)]
+    bias = random(len(FORMATS) * 2 * multiple + multiple + 19, seed=4)
+    x = random(11, inputs, seed=5, dtype=dtype)
+    found = Product(on, dtype, inputs, [*parts, (STORED, stored), (FORMATS["Q4_0"].number, last)], bias)(x)
+    of_packed = [rounded(x) @ whole.T for _, whole in packed]
+    exact = torch.cat([*of_packed, x.double() @ stored.double().T, rounded(x) @ last_whole.T], dim=1) + bias.double()
+    assert ((found - exact).abs() <= 1e-4 * exact.abs().max()).all()
+
+
+@KERNELS
+@DTYPE
+@FORMAT
+def test_gated_products(level, dtype, name):
+    on, half = NativeRuntime(LIBRARY, 2, level), 33
+    data, whole = matrix(name, 2 * half, 256)
+    data, whole = data.copy(), whole / whole.std() * 0.05
+    x = random(7, 256, seed=5, dtype=dtype)
+    found = Product(on, dtype, 256, [(FORMATS[name].number, data)], gated=True)(x)
+    both = Product(on, dtype, 256, [(FORMATS[name].number, data)])(x).double()
+    expected = torch.nn.functional.silu(both[:, :half]) * both[:, half:]
+    of_result = 2.0**-9 if found.dtype == torch.bfloat16 else ROUNDING
+    bound = 64 * ROUNDING * (expected.abs() + 1.0) + 2 * of_result * expected.abs()
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+# ---- whole models ----
+
+WIDE = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "initializer_range": 0.05}
+MODELS = {
+    "llama": (LlamaConfig, "llama", {"attention_bias": True, "tie_word_embeddings": True}),
+    "moe": (
+        Qwen3MoeConfig,
+        "qwen3moe",
+        {"moe_intermediate_size": 256, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+}
+
+
+def mixed(name):
+    """As Q4_K_M has them."""
+    return "Q6_K" if "attn_v" in name or "ffn_down" in name or "token_embd" in name else "Q4_K"
+
+
+def partly(name):
+    """One of three matrices is of a kind that has no format."""
+    return "Q5_1" if "attn_q" in name else "Q8_0"
+
+
+KINDS = {**{name: name for name in FORMATS}, "Q4_K_M": mixed, "partly": partly}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """From a model and a kind to a GGUF file and a folder of the numbers that the file's mean."""
+    made = {}
+
+    def get(case, kind):
+        if (case, kind) not in made:
+            config_type, architecture, fields = MODELS[case]
+            source, plain = (tmp_path_factory.mktemp(f"{case}-{kind}-{part}") for part in ("source", "plain"))
+            torch.manual_seed(5)
+            model = AutoModelForCausalLM.from_config(config_type(**(WIDE | fields))).float()
+            model.save_pretrained(source)
+            path = source / "there.gguf"
+            whole = write_gguf(source, path, KINDS[kind], architecture)
+            (plain / "config.json").write_text((source / "config.json").read_text())
+            save_file({name: torch.tensor(values) for name, values in whole.items()}, plain / "model.safetensors")
+            made[case, kind] = str(path), str(plain)
+        return made[case, kind]
+
+    return get
+
+
+def load(path, model_impl="native", dtype="float32", **options):
+    return load_executor(
+        path, device="cpu", dtype=dtype, max_total_tokens=1024, max_pool_rows=8, model_impl=model_impl, **options
+    )
+
+
+def all_logits(executor, prompt):
+    """Of every token of a prompt, float64."""
+    driver = Driver(executor)
+    driver.launch((driver.start(prompt), None), delay=True)
+    return executor.model.logits(0, len(prompt)).double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_computes_what_its_numbers_mean(models, monkeypatch, case, kind):
+    path, plain = models(case, kind)
+    prompt = prompt_of(40, seed=3)
+    exact = all_logits(load(plain), prompt)
+    for level in LIBRARY.levels():
+        monkeypatch.setattr(LIBRARY, "level", level)
+        off = all_logits(load(path), prompt) - exact
+        # The rounding of activations to bytes; a token that goes to another expert moves more.
+        bound = (0.05 if case == "llama" else 0.2) * exact.std()
+        assert 1e-4 * exact.std() < off.pow(2).mean().sqrt() < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_rounded_but_activations(models, kind):
+    """The error is as large as that of transformers in float64 with the inputs of products rounded as ours are.
+
+    It is another error: a number near the middle of two bytes becomes either, and so do others in the layers after it.
+    """
+    path, plain = models("llama", kind)
+    prompt = prompt_of(40, seed=3)
+    judge = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float64, attn_implementation="eager")
+
+    def logits(activations):
+        hooks = [
+            module.register_forward_pre_hook(lambda _, given: (activations(given[0]),))
+            for name, module in judge.named_modules()
+            if isinstance(module, torch.nn.Linear) and not (kind == "partly" and "q_proj" in name)
+        ]
+        with torch.inference_mode():
+            found = judge(torch.tensor([prompt])).logits[0].double()
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    exact = logits(lambda x: x)
+    by_bytes, own = logits(rounded) - exact, all_logits(load(path), prompt) - exact
+    assert 0.8 < own.std() / by_bytes.std() < 1.25
+    assert own.abs().max() < 1.5 * by_bytes.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("case", "kind"), [("llama", "Q4_0"), ("llama", "Q4_K_M"), ("moe", "Q8_0"), ("moe", "Q4_K_M")])
+def test_logits_are_the_same_bit_for_bit_under_every_schedule(models, case, kind, dtype):
+    """With a fixed order of attention, chunks do not change a row; without it, other rows do not."""
+    path, _ = models(case, kind)
+    prompt = prompt_of(40, seed=3)
+    whole, fixed = load(path, dtype=dtype), load(path, dtype=dtype, deterministic=True)
+    expected = all_logits(fixed, prompt)[-1]
+    for chunk in (1, 7, 8, 20, 40):
+        driver = Driver(fixed)
+        sequence, others = driver.start(prompt), [driver.start(prompt_of(5 + 9 * i, seed=i)) for i in range(3)]
+        while sequence.total - sequence.planned > chunk:
+            driver.step((sequence, chunk), *((one, None) for one in others))
+        _, order, ticket = driver.launch((sequence, None), *((one, None) for one in others), delay=True)
+        assert torch.equal(ticket.logits[order.index(sequence)].double(), expected)
+    driver = Driver(whole)
+    alone = driver.start(prompt)
+    driver.step((alone, 39))
+    _, _, ticket = driver.launch((alone, 1), delay=True)
+    first = ticket.logits[0].clone()
+    driver = Driver(whole)
+    sequences = [driver.start(prompt), *(driver.start(prompt_of(5 + 9 * i, seed=i)) for i in range(5))]
+    driver.step((sequences[0], 39), *((one, len(one.known) - 1) for one in sequences[1:]))
+    _, order, ticket = driver.launch(*((one, 1) for one in sequences), delay=True)
+    assert torch.equal(ticket.logits[order.index(sequences[0])], first)

@@ -1,0 +1,38 @@
+"""The formats of weights that a back end multiplies without unpacking them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A format of matrices whose rows are blocks of `inputs` numbers in `block_bytes` bytes.
+
+    name: as in messages; of GGUF's formats GGUF's.
+    number: the native library's, see src/api.h.
+    """
+
+    name: str
+    number: int
+    inputs: int
+    block_bytes: int
+
+    def row_bytes(self, inputs: int) -> int:
+        """Bytes of a row of so many numbers. Raises ValueError where they are no whole blocks."""
+        if inputs % self.inputs:
+            raise ValueError(f"{self.name} has blocks of {self.inputs} numbers, and a row has {inputs}")
+        return inputs // self.inputs * self.block_bytes
+
+
+FORMATS = {
+    found.name: found
+    for found in (
+        WeightFormat("Q4_0", 2, 32, 18),
+        WeightFormat("Q8_0", 3, 32, 34),
+        WeightFormat("Q4_K", 4, 256, 144),
+        WeightFormat("Q6_K", 5, 256, 210),
+    )
+}
+"""By name."""
+
+STORED, INT8 = 0, 1
+"""The library's numbers of weights that are numbers of the model's dtype, and of those that it rounds to int8."""

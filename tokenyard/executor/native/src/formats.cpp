@@ -1,0 +1,35 @@
+// Compiled without fused multiplication and addition, so that numbers are those of the gguf package bit for bit.
+#include "formats.h"
+
+namespace ty {
+
+namespace {
+
+template <class F>
+void unpack(const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size) {
+    for (int64_t r = 0; r < rows; r++) {
+        const uint8_t *raw = (const uint8_t *)table + ids[r] * raw_row_bytes<F>(size);
+        for (int64_t k = 0; k < size; k += F::INPUTS, raw += F::BYTES)
+            for (int i = 0; i < F::INPUTS; i += F::SPAN) {
+                const float times = F::scale(raw, i / F::SPAN), least = F::least_of(raw, i / F::SPAN);
+                for (int j = i; j < i + F::SPAN; j++) {
+                    const float own = times * (float)((int)F::code(raw, j) - F::ZERO);
+                    *x++ = (F::MIN ? own - least : own) * scale;
+                }
+            }
+    }
+}
+
+}  // namespace
+
+void unpack_rows(int format, const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size) {
+    switch (format) {
+    case TY_Q4_0: return unpack<Q4_0>(table, ids, scale, x, rows, size);
+    case TY_Q8_0: return unpack<Q8_0>(table, ids, scale, x, rows, size);
+    case TY_Q4_K: return unpack<Q4_K>(table, ids, scale, x, rows, size);
+    case TY_Q6_K: return unpack<Q6_K>(table, ids, scale, x, rows, size);
+    default: return;
+    }
+}
+
+}  // namespace ty
