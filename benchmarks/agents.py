@@ -1,0 +1,130 @@
+"""Sessions of coding agents under several policies and loads, in the simulator.
+
+    python benchmarks/agents.py [--loads 40,20,10] [--seeds 3] [--rows "lpm --step-budget time" ...] [--jobs 2]
+
+A 70B model on eight H100 with a KV pool of 1.2 M tokens serves 160 sessions, drawn from kv-cache-tester's public
+ones. A load is a number of sessions that are active at any time (40: contexts of 3.2 times the pool, 20: 1.6, 10:
+0.8), or, as `24/h`, the rate at which sessions arrive. All rows have mixed chunks of 8,192 tokens, at most 64 running
+requests and pages of 64. A row is a policy and any other flags of `tokenyard simulate`; the first one is fcfs with
+LRU, which is what vLLM does by default, and the ratios are to it with the same seed. Figures are means over seeds,
+with the lowest and highest ratio; the longest wait is the longest of all seeds.
+
+A policy has its price, so read a row to its end: the unluckiest turn (longest wait), the tail of TTFT, and the tokens
+that were computed again.
+"""
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tokenyard.cli.flags import Parser
+from tokenyard.cli.simulate import add_simulate_arguments
+from tokenyard.cli.simulation_arguments import check_arguments, load_workload, make_setup, profile_of
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.simulate import simulate
+
+TRACE = Path(__file__).resolve().parents[2] / "shared/traces/agentic/sessions.tar.zst"
+COMMON = (
+    "--trace-format kv-cache-tester --think-cap-s 600 --context-length 200000 --device h100 --model llama-3-70b-tp8 "
+    "--max-total-tokens 1200000 --enable-mixed-chunk --chunked-prefill-size 8192 --max-running-requests 64 "
+    "--page-size 64"
+)
+BASE = "fcfs"
+ROWS = ("lpm", "hrrn", "short-first", "slo", "fcfs --step-budget time", "lpm --step-budget time")
+COLUMNS = (
+    "turns/h | ratio | session s, ratio | slowdown | TTFT p50 s | p95 s, ratio | longest wait s | hit share "
+    "| recomputed M tokens"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation: flags of a row, load and seed, and the flags that all runs share."""
+
+    row: str
+    load: str
+    seed: int
+    common: tuple[str, ...]
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of its sessions."""
+        parser = Parser()
+        add_simulate_arguments(parser)
+        how = (
+            ["--sessions-per-hour", self.load[:-2]]
+            if self.load.endswith("/h")
+            else ["--concurrent-sessions", self.load]
+        )
+        words = shlex.split(self.row)
+        policy = [] if words[0].startswith("-") else ["--schedule-policy", words.pop(0)]
+        args = parser.parse_strictly([*self.common, *how, "--seed", str(self.seed), *policy, *words])
+        check_arguments(args)
+        workload = load_workload(args, profile_of(args).context_length)
+        outcome = simulate(workload, make_setup(args, workload, args.preset))
+        return {"row": self.row, "load": self.load, "seed": self.seed, **summary(outcome)["sessions"]}
+
+
+def table(load: str, rows: Sequence[str], found: dict[tuple[str, str, int], dict[str, Any]], seeds: int) -> str:
+    """A Markdown table of one load."""
+    lines = [f"\n| {load} | {COLUMNS} |", "| --- " + "| ---: " * (COLUMNS.count("|") + 1) + "|"]
+    base = [found[BASE, load, seed] for seed in range(seeds)]
+    for row in rows:
+        mine = [found[row, load, seed] for seed in range(seeds)]
+        pairs = list(zip(mine, base, strict=True))
+        turns = [one["turns_per_hour"] / other["turns_per_hour"] for one, other in pairs]
+        lasted = [one["mean_session_s"] / other["mean_session_s"] for one, other in pairs]
+        tails = [one["ttft_s"]["p95"] / other["ttft_s"]["p95"] for one, other in pairs]
+        cells = (
+            f"{mean(one['turns_per_hour'] for one in mine):.0f}",
+            f"{mean(turns):.2f} ({min(turns):.2f}-{max(turns):.2f})",
+            f"{mean(one['mean_session_s'] for one in mine):,.0f}, {mean(lasted):.2f}",
+            f"{mean(one['mean_slowdown'] for one in mine):.2f}",
+            f"{mean(one['ttft_s']['p50'] for one in mine):.3g}",
+            f"{mean(one['ttft_s']['p95'] for one in mine):.3g}, {mean(tails):.2f}",
+            f"{max(one['longest_wait_s'] for one in mine):,.0f}",
+            f"{mean(one['hit_share'] for one in mine):.2f}",
+            f"{mean(one['recomputed_tokens'] for one in mine) / 1e6:.0f}",
+        )
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run everything and print one table per load."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", default="40,20,10", help="sessions at a time, or R/h for a rate [40,20,10]")
+    parser.add_argument("--rows", nargs="+", default=ROWS, help="policies with flags, next to fcfs")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds from 0 on [3]")
+    parser.add_argument("--sessions", type=int, default=160, help="sessions of a run [160]")
+    parser.add_argument("--limit", type=int, help="only the first N turns, for a quick look")
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--with", dest="extra", default="", help="flags that replace or add to those of all rows")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time [2]")
+    parser.add_argument("--json", type=Path, help="write the figures of every run, one JSON line each, as they come")
+    args = parser.parse_args()
+    rows, loads = tuple(dict.fromkeys((BASE, *args.rows))), args.loads.split(",")
+    common = ["--trace", str(args.trace), "--sessions", str(args.sessions), *COMMON.split(), *shlex.split(args.extra)]
+    if args.limit is not None:
+        common += ["--limit", str(args.limit)]
+    runs = [Run(row, load, seed, tuple(common)) for load in loads for seed in range(args.seeds) for row in rows]
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    with ProcessPoolExecutor(args.jobs) as pool:
+        futures = [pool.submit(run.figures) for run in runs]
+        for future in as_completed(futures):
+            figures = future.result()
+            found[figures["row"], figures["load"], figures["seed"]] = figures
+            if args.json is not None:
+                with args.json.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(figures) + "\n")
+    for load in loads:
+        print(table(load, rows, found, args.seeds))
+
+
+if __name__ == "__main__":
+    main()
