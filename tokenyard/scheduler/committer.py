@@ -4,16 +4,14 @@ import numpy as np
 
 from tokenyard.base import BoolArray, Int32Array, StepPlan, StepResult, step_work
 from tokenyard.scheduler.multi_step import append_earlier_steps
-from tokenyard.scheduler.planner import Planner
-from tokenyard.scheduler.scheduler_state import SchedulerState
+from tokenyard.scheduler.scheduler_state import DeduplicatedPages, SchedulerState
 
 
 class Committer:
-    """Applies step results to the state, and passes pages that the tree deduplicated to the planner."""
+    """Applies step results to the state."""
 
-    def __init__(self, state: SchedulerState, planner: Planner) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._planner = planner
 
     def commit(self, plan: StepPlan, rows: Int32Array, result: StepResult, now: int) -> None:
         """Apply the `result` of `plan`, whose columns belong to table `rows` (int32[n]).
@@ -130,10 +128,11 @@ class Committer:
         return ended
 
     def _cache_unfinished(self, row: int) -> None:
-        first = int(self._state.table.cached[row]) // self._state.memory.page_size
-        deduplicated = self._state.cache_unfinished(row)
-        if len(deduplicated):
-            self._planner.deduplicated(row, first, deduplicated)
+        state = self._state
+        first = int(state.table.cached[row]) // state.memory.page_size
+        pages = state.cache_unfinished(row)
+        if len(pages):
+            state.deduplicated.append(DeduplicatedPages(row, int(state.table.epoch[row]), first, pages))
 
     def _append_tokens(self, rows: Int32Array, tokens: Int32Array, now: int) -> bool:
         """Append one sampled token to each row and end those that stop. Returns whether any row ended."""

@@ -20,11 +20,10 @@ The device then waits for the host, whose time the cost model does not include.
 
 
 class Planner:
-    """Makes plans from the scheduler's state. It keeps the pages that the tree deduplicated since the last plan."""
+    """Makes plans from the scheduler's state."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._deduplicated: list[tuple[int, int, int, Int32Array]] = []
 
     def plan(self, now: int, in_flight: int) -> PlanBuilder | None:
         """The next step, or None if there is nothing to do before the next event or commit.
@@ -36,7 +35,7 @@ class Planner:
             retraction_count = self._state.retraction_count
             refused = self._fill(builder, now)
             if not builder.empty:
-                self._deduplicated.clear()
+                self._state.deduplicated.clear()
                 return builder
             if in_flight:
                 return None
@@ -85,17 +84,13 @@ class Planner:
         self._state.adapters.begin_step(views)
         return views
 
-    def deduplicated(self, row: int, first_page: int, pages: Int32Array) -> None:
-        """The row's page table now has the tree's `pages` from `first_page` on; the next plan writes them."""
-        self._deduplicated.append((row, int(self._state.table.epoch[row]), first_page, pages))
-
     def _new_builder(self) -> PlanBuilder:
         """A builder without rows, with the pages that the tree deduplicated since the last plan."""
         table = self._state.table
         builder = PlanBuilder(table, self._state.memory)
-        for row, epoch, first, pages in self._deduplicated:
-            if table.epoch[row] == epoch:
-                builder.write_page_run(int(table.pool_row[row]), first, pages)
+        for one in self._state.deduplicated:
+            if table.epoch[one.row] == one.epoch:
+                builder.write_page_run(int(table.pool_row[one.row]), one.first_page, one.pages)
         return builder
 
     def _decode(self, builder: PlanBuilder, rows: Int32Array, now: int) -> None:

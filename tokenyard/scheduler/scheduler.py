@@ -96,7 +96,7 @@ class Scheduler:
         """Raises ConfigError for settings that contradict each other or an unknown policy."""
         self.state = SchedulerState(settings, info, cost)
         self._planner = Planner(self.state)
-        self._committer = Committer(self.state, self._planner)
+        self._committer = Committer(self.state)
         self._in_flight: deque[InFlightPlan] = deque()
         self._paused = False
         self._kv_events: list[KvEvent] = []

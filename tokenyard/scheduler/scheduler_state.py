@@ -5,7 +5,7 @@ the lists, the table and the memory always agree.
 """
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -72,6 +72,20 @@ class ExpiryQueue:
         return self._entries[0][0] if self._entries else None
 
 
+@dataclass(slots=True, eq=False)
+class DeduplicatedPages:
+    """Pages of the tree that replaced pages of a row with the same tokens. The executor does not know it yet."""
+
+    row: int
+    """The row whose page table changed."""
+    epoch: int
+    """Its epoch at that time."""
+    first_page: int
+    """Place of the first one in its page table."""
+    pages: Int32Array
+    """int32[n]: the pages of the tree."""
+
+
 class SchedulerState:
     """All state of the scheduler except the plans in flight.
 
@@ -104,6 +118,8 @@ class SchedulerState:
         self.prefill_steps_in_row = 0
         self.retraction_count = 0
         self._pages_returned = 0
+        self.deduplicated: list[DeduplicatedPages] = []
+        """Since the last plan; the next one writes them."""
         self.drafting = False
         self.holders: PrefixHolders | None = None
         self._loads: dict[bytes, list[int]] = {}
