@@ -1,3 +1,4 @@
+import inspect
 import re
 import sys
 import types
@@ -10,6 +11,7 @@ from tests.policy.waiting_order import line, make_yard, put_into_tree
 from tokenyard.base import ConfigError, SchedulerSettings, TenantSettings
 from tokenyard.policy import POLICIES, Policy, create_policy
 from tokenyard.policy.speculation import TpotSlack
+from tokenyard.policy.user_policy import GuardedPolicy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 S = 10**9
@@ -296,3 +298,9 @@ def test_names_of_policies_are_unique_and_documented():
     text = (DOCS / "policies.md").read_text()
     for name in POLICIES:
         assert f"| `{name}` |" in text
+
+
+def test_the_guard_asks_about_every_method_itself():
+    """What it left to `Wrapper` would reach a user-defined policy without a guard."""
+    methods = {name for name, method in vars(Policy).items() if inspect.isfunction(method)}
+    assert methods - set(vars(GuardedPolicy)) == set()

@@ -222,22 +222,6 @@ class GuardedPolicy(Wrapper):
         return TpotSlack(slack_s, tpot_s)
 
     @override
-    def admitted(self, row: int) -> None:
-        self.ask(lambda: self.inner.admitted(row), None)
-
-    @override
-    def charge(self, row: int, prefill_tokens: int) -> None:
-        self.ask(lambda: self.inner.charge(row, prefill_tokens), None)
-
-    @override
-    def charge_decode(self, rows: Int32Array) -> None:
-        self.ask(lambda: self.inner.charge_decode(read_only(rows)), None)
-
-    @override
-    def served_elsewhere(self, tenant: int, name: str, service: float) -> None:
-        self.ask(lambda: self.inner.served_elsewhere(tenant, name, service), None)
-
-    @override
     def drain_service(self) -> dict[int, float]:
         nothing: dict[int, float] = {}
         return self.ask(
@@ -259,14 +243,6 @@ class GuardedPolicy(Wrapper):
     def _displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         row = self.inner.displaced(guarded_columns(columns), read_only(waiting), newcomer)
         return None if row is None else index(row)
-
-    @override
-    def finished(self, row: int) -> None:
-        self.ask(lambda: self.inner.finished(row), None)
-
-    @override
-    def removed(self, row: int) -> None:
-        self.ask(lambda: self.inner.removed(row), None)
 
     @property
     def must_prefill(self) -> bool:
@@ -321,6 +297,19 @@ class GuardedPolicy(Wrapper):
     def fail(self, why: str) -> None:
         """Note the reason; `inner` is not asked again."""
         self.failure = why
+
+
+def _report(name: str) -> Callable[..., None]:
+    def report(self: GuardedPolicy, *arguments: Any) -> None:
+        shown = [read_only(one) if isinstance(one, np.ndarray) else one for one in arguments]
+        self.ask(lambda: getattr(self.inner, name)(*shown), None)
+
+    return report
+
+
+# What a policy is told; it answers nothing that could be invalid.
+for _name in ("admitted", "charge", "charge_decode", "served_elsewhere", "finished", "removed"):
+    setattr(GuardedPolicy, _name, _report(_name))
 
 
 def _untimed() -> None:

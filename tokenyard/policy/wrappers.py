@@ -2,18 +2,18 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
 
 from typing_extensions import override
 
-from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.base import SchedulerSettings
 from tokenyard.policy.base import Policy
-from tokenyard.policy.speculation import TpotSlack
-from tokenyard.policy.step_budget import StepBudget
 from tokenyard.policy.views import Columns, Views
 
 
 class Wrapper(Policy):
-    """Passes everything on to `inner`. Subclasses override what they change and call `super` for the rest."""
+    """Passes all calls on to `inner`. Subclasses override what they change and call `super` for the rest."""
 
     def __init__(self, settings: SchedulerSettings, inner: Policy, prefix: str) -> None:
         self.settings = settings
@@ -38,89 +38,21 @@ class Wrapper(Policy):
         return f"{self._prefix}+{self.inner.describe()}"
 
     @override
-    def given_up(self) -> str:
-        return self.inner.given_up()
-
-    @override
-    def time_answers(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
-        self.inner.time_answers(asked, answered)
-
-    @override
     def begin_step(self, views: Views) -> None:
         self.views = views
         self.inner.begin_step(views)
 
-    @override
-    def candidates(self, views: Views) -> Iterator[int]:
-        return self.inner.candidates(views)
 
-    @override
-    def prefilling_order(self, views: Views) -> Iterator[int]:
-        return self.inner.prefilling_order(views)
+def _pass_on(name: str) -> Callable[..., Any]:
+    def passed_on(self: Wrapper, *arguments: Any) -> Any:
+        return getattr(self.inner, name)(*arguments)
 
-    @override
-    def overdue(self) -> list[int]:
-        return self.inner.overdue()
+    return passed_on
 
-    @override
-    def order(self, views: Views) -> Iterator[int]:
-        return self.inner.order(views)
 
-    @override
-    def budget(self) -> StepBudget:
-        return self.inner.budget()
-
-    @override
-    def passable(self, row: int, now: int) -> bool:
-        return self.inner.passable(row, now)
-
-    @override
-    def victims(self, views: Views) -> Iterator[int]:
-        return self.inner.victims(views)
-
-    @override
-    def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
-        return self.inner.outranked(views, preemptor)
-
-    @override
-    def pace(self, columns: Columns, rows: Int32Array, now: int) -> TpotSlack | None:
-        return self.inner.pace(columns, rows, now)
-
-    @override
-    def admitted(self, row: int) -> None:
-        self.inner.admitted(row)
-
-    @override
-    def charge(self, row: int, prefill_tokens: int) -> None:
-        self.inner.charge(row, prefill_tokens)
-
-    @override
-    def charge_decode(self, rows: Int32Array) -> None:
-        self.inner.charge_decode(rows)
-
-    @override
-    def served_elsewhere(self, tenant: int, name: str, service: float) -> None:
-        self.inner.served_elsewhere(tenant, name, service)
-
-    @override
-    def drain_service(self) -> dict[int, float]:
-        return self.inner.drain_service()
-
-    @override
-    def measures(self, rows: Int32Array) -> dict[str, float]:
-        return self.inner.measures(rows)
-
-    @override
-    def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
-        return self.inner.displaced(columns, waiting, newcomer)
-
-    @override
-    def finished(self, row: int) -> None:
-        self.inner.finished(row)
-
-    @override
-    def removed(self, row: int) -> None:
-        self.inner.removed(row)
+for _name, _method in vars(Policy).items():
+    if isinstance(_method, FunctionType) and _name not in vars(Wrapper):
+        setattr(Wrapper, _name, _pass_on(_name))
 
 
 class StartedTokens:
