@@ -7,14 +7,16 @@ import sys
 import threading
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
-from tokenyard.base import ConfigError, KvPieces
+from tokenyard.base import ConfigError, KvPieces, SamplingParams
 from tokenyard.base.frames import Frames, HandshakeError
 from tokenyard.disagg import process_vm
-from tokenyard.disagg.handshake import EngineIdentity, Handshake, Hello, decode_opening, frame
+from tokenyard.disagg.handshake import EngineIdentity, Handshake, Hello, Pull, Refused, decode_opening
 from tokenyard.disagg.process_vm import Probe
+from tokenyard.disagg.protocol import Want
 from tokenyard.disagg.tcp import Checksum, TransferError, receive_pages, send_pages
 from tokenyard.kv_layout.layout import PageMap, map_pages, runs, skip_bytes, spans, total_bytes
 from tokenyard.kv_layout.model_digest import model_digest
@@ -172,18 +174,25 @@ def identity(secret: bytes = b"s", **changes) -> EngineIdentity:
     return EngineIdentity(Hello(version=1, nonce=b"", pieces=4, piece_bytes=64, **facts), pages, secret, Probe())
 
 
-def shake(one: EngineIdentity, other: EngineIdentity) -> tuple[Handshake, Handshake]:
+def shake(one: EngineIdentity, other: EngineIdentity, change=lambda body: body) -> tuple[Handshake, Handshake]:
+    """Both sides of a handshake; `change` sees each frame of the side that dialled."""
     a, b = Handshake(one, dialled=True), Handshake(other, dialled=False)
-    for _ in range(4):
+    while a.to_send or b.to_send:
         for side, peer in ((a, b), (b, a)):
-            if side is b and side.hello is None:
-                continue
             frames = Frames()
             while side.to_send:
                 frames.feed(side.to_send.pop(0))
             while (body := frames.next()) is not None:
-                peer.received(decode_opening(body))
+                peer.received(change(body) if side is a else body)
     return a, b
+
+
+def body_of(data: bytes) -> bytes:
+    frames = Frames()
+    frames.feed(data)
+    body = frames.next()
+    assert body is not None
+    return body
 
 
 def test_engines_that_share_model_and_secret_shake_hands():
@@ -209,14 +218,68 @@ def test_engines_that_differ_refuse_each_other_and_say_why(change, complaint):
 
 def test_an_echo_proves_nothing():
     a = Handshake(identity(), dialled=True)
-    hello = frame(Handshake(identity(), dialled=False)._hello)
-    frames = Frames()
-    frames.feed(hello)
-    a.received(decode_opening(frames.next()))
-    mine = a.to_send[-1]
-    frames.feed(mine)
+    a.received(body_of(Handshake(identity(), dialled=False).to_send[0]))
     with pytest.raises(HandshakeError, match="secret"):
-        a.received(decode_opening(frames.next()))
+        a.received(body_of(a.to_send[-1]))
+
+
+def test_nothing_but_a_hello_is_sent_to_who_has_proved_nothing():
+    answering, dialling = Handshake(identity(), dialled=False), Handshake(identity(b"other"), dialled=True)
+    assert len(answering.to_send) == 1
+    answering.received(body_of(dialling.to_send[0]))
+    assert len(answering.to_send) == 1
+    dialling.received(body_of(answering.to_send[0]))
+    assert len(dialling.to_send) == 2
+    with pytest.raises(HandshakeError, match="secret"):
+        answering.received(body_of(dialling.to_send[1]))
+    assert isinstance(decode_opening(body_of(answering.to_send[-1])), Refused)
+
+
+WANT = Want("key", b"\1\0\0\0\2\0\0\0", SamplingParams())
+
+
+@pytest.mark.parametrize("where", range(0, 60, 7))
+def test_one_flipped_bit_in_a_message_is_noticed(where):
+    a, b = shake(identity(), identity())
+    body = bytearray(body_of(a.seal(WANT)))
+    assert where < len(body)
+    body[where] ^= 1
+    with pytest.raises(HandshakeError, match="signature"):
+        b.open(bytes(body))
+
+
+def test_messages_arrive_in_order_and_once():
+    a, b = shake(identity(), identity())
+    first, second = body_of(a.seal(WANT)), body_of(a.seal(WANT))
+    assert b.open(first) == WANT
+    with pytest.raises(HandshakeError, match="signature"):
+        b.open(first)
+    a, b = shake(identity(), identity())
+    first, second = body_of(a.seal(WANT)), body_of(a.seal(WANT))
+    with pytest.raises(HandshakeError, match="signature"):
+        b.open(second)
+    assert body_of(b.seal(WANT)) not in (first, second)
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_one_flipped_bit_in_a_handshake_is_noticed(kind):
+    seen = []
+
+    def change(body):
+        seen.append(body)
+        return body if len(seen) - 1 != kind else body[:-1] + bytes([body[-1] ^ 1])
+
+    with pytest.raises(HandshakeError):
+        shake(identity(), identity(), change)
+
+
+def test_a_request_for_pages_is_signed():
+    pull = Pull("key", b"ticket", 3, 4).signed(b"s")
+    assert pull.is_signed(b"s")
+    assert not pull.is_signed(b"t")
+    assert not Pull("key", b"ticket", 3, 4).is_signed(b"s")
+    for changed in ({"first": 2}, {"count": 5}, {"key": "keys"}, {"ticket": b"other"}):
+        assert not msgspec.structs.replace(pull, **changed).is_signed(b"s")
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x03abc", b"\x00\x00\x00\x00"])

@@ -131,6 +131,22 @@ def test_kv_of_another_model_is_refused(tmp_path, changes):
     store.close()
 
 
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_a_lock_that_is_no_plain_file_is_refused_and_left_alone(tmp_path, kind):
+    victim, folder = tmp_path / "victim", tmp_path / "kv"
+    victim.write_text("precious")
+    folder.mkdir()
+    if kind == "link":
+        (folder / "lock").symlink_to(victim)
+    elif kind == "hard link":
+        os.link(victim, folder / "lock")
+    else:
+        os.mkfifo(folder / "lock")
+    with pytest.raises(ConfigError, match="its file lock is no plain file"):
+        opened(folder)
+    assert victim.read_text() == "precious"
+
+
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     monkeypatch.setattr(slab, "LOCK_WAIT_S", 0.0)
     store = opened(tmp_path / "used")

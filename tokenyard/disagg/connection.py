@@ -3,15 +3,13 @@
 import socket
 from collections.abc import Callable
 
-from tokenyard.base.frames import Frames, HandshakeError
+from tokenyard.base.frames import Frames
 from tokenyard.disagg.handshake import (
     MAX_FRAME_BYTES,
     EngineIdentity,
     Handshake,
     Pull,
-    decode_message,
     decode_opening,
-    frame,
 )
 from tokenyard.disagg.protocol.messages import Message
 
@@ -53,7 +51,7 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Queue a message and send what the socket accepts. Raises OSError, also if the other side reads nothing."""
-        self._unsent += frame(message)
+        self._unsent += self.handshake.seal(message)
         self.flush()
 
     def flush(self) -> None:
@@ -81,7 +79,7 @@ class Connection:
         was_open = self.open
         while self.pull is None and (body := self._frames.next()) is not None:
             if self.open:
-                take(decode_message(body))
+                take(self.handshake.open(body))
             else:
                 self._greet(body)
         return self.open and not was_open
@@ -91,14 +89,11 @@ class Connection:
         self.sock.close()
 
     def _greet(self, body: bytes) -> None:
-        message = decode_opening(body)
-        if isinstance(message, Pull):
-            if self.name or self.handshake.hello is not None:
-                raise HandshakeError("pages need their own connection")
-            self.pull = message
+        if not self.name and self.handshake.hello is None and isinstance(pull := decode_opening(body), Pull):
+            self.pull = pull
             return
         try:
-            self.handshake.received(message)
+            self.handshake.received(body)
         finally:
             # The queued reply may state the reason for the refusal.
             self._send_handshake()

@@ -1,8 +1,10 @@
-"""The handshake by which two engines check that they may and can exchange KV, and the frames of the protocol.
+"""The handshake by which two engines check that they may and can exchange KV, and the sealed frames after it.
 
-Both send `Hello`, compare it with their own, and send `Proof` that they know the shared secret: an HMAC over both
-hellos. Each hello has a nonce, so that a proof cannot be replayed. Memory addresses are sent with the proof, not before
-it. A frame is its length (uint32, big-endian) and msgpack; nothing is unpickled.
+Both send `Hello` and compare it with their own. The engine that dialled sends `Proof` that it knows the shared secret,
+an HMAC over both hellos; the other one answers with its proof only if that is right. Each hello has a nonce, so that a
+proof cannot be replayed. From then on every frame carries a tag (`base.frames.Seal`): a message that was changed,
+dropped, repeated or reordered ends the connection. `Memory`, which has addresses, is the first sealed message of each.
+A frame is its length (uint32, big-endian) and msgpack; nothing is unpickled.
 """
 
 import hmac
@@ -14,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tokenyard.base import frames
-from tokenyard.base.frames import NONCE_BYTES, HandshakeError, prove
+from tokenyard.base.frames import NONCE_BYTES, HandshakeError, Seal, prove
 from tokenyard.disagg.process_vm import Probe
 from tokenyard.disagg.protocol.messages import Message
 from tokenyard.kv_layout.layout import PageMap
@@ -48,14 +50,21 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
 
 
 class Proof(msgspec.Struct, tag=True, array_like=True):
-    """Proof that an engine knows the secret, with the addresses of its KV.
+    """Proof that an engine knows the secret.
 
     mac: HMAC over both hellos.
+    """
+
+    mac: bytes
+
+
+class Memory(msgspec.Struct, tag=True, array_like=True):
+    """Where an engine's KV lies.
+
     origins, strides: of its `PageMap`, as int64 bytes.
     probe_address, probe: a random number in its memory, which the other side tries to read.
     """
 
-    mac: bytes
     origins: bytes
     strides: bytes
     probe_address: int
@@ -69,15 +78,30 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
 
 
 class Pull(msgspec.Struct, tag=True, array_like=True):
-    """The first frame of a connection that transfers pages: requests `count` pages of an offer, from page `first`."""
+    """The only frame of a connection that transfers pages: requests `count` pages of an offer, from page `first`.
+
+    mac: HMAC over the other fields. A replay gets the same pages, while the offer lasts.
+    """
 
     key: str
     ticket: bytes
     first: int
     count: int
+    mac: bytes = b""
+
+    def signed(self, secret: bytes) -> "Pull":
+        """The same request with its HMAC."""
+        return msgspec.structs.replace(self, mac=self._mac(secret))
+
+    def is_signed(self, secret: bytes) -> bool:
+        """Whether the HMAC is right."""
+        return hmac.compare_digest(self.mac, self._mac(secret))
+
+    def _mac(self, secret: bytes) -> bytes:
+        return hmac.digest(secret, b"pull" + _encoder.encode(msgspec.structs.replace(self, mac=b"")), "sha256")
 
 
-Opening = Hello | Proof | Refused | Pull
+Opening = Hello | Proof | Memory | Refused | Pull
 
 _encoder = msgspec.msgpack.Encoder()
 _openings: msgspec.msgpack.Decoder[Opening] = msgspec.msgpack.Decoder(Opening)
@@ -122,46 +146,79 @@ def decode_opening(body: bytes) -> Opening:
 
 
 class Handshake:
-    """One side of a handshake. `to_send` holds frames to send; `hello` and `proof` are the received ones."""
+    """One side of a handshake, and the seals of the connection after it.
+
+    to_send: frames to send.
+    hello: the other side's, None before it came.
+    peer_memory: the other side's, None before the handshake is done.
+    """
 
     def __init__(self, own: EngineIdentity, *, dialled: bool) -> None:
         self._own = own
         self._dialled = dialled
         self._hello = msgspec.structs.replace(own.hello, nonce=secrets.token_bytes(NONCE_BYTES))
+        self._own_seal: Seal | None = None
+        self._peer_seal: Seal | None = None
         self.to_send = [frame(self._hello)]
         self.hello: Hello | None = None
-        self.proof: Proof | None = None
+        self.peer_memory: Memory | None = None
 
     @property
     def done(self) -> bool:
-        """Whether both sides have proved that they know the secret."""
-        return self.proof is not None
+        """Whether both sides have proved that they know the secret, so that messages may be sent."""
+        return self.peer_memory is not None
 
-    def received(self, message: Opening) -> None:
-        """Handle the next message. Raises HandshakeError if it is rejected; `to_send` then holds the reason."""
+    def received(self, body: bytes) -> None:
+        """Handle the next frame. Raises HandshakeError if it is rejected; `to_send` then holds the reason."""
+        message = decode_opening(body if self._peer_seal is None else self._peer_seal.open(body))
         if isinstance(message, Refused):
             raise HandshakeError(f"it refused: {message.why[:200]}")
         if isinstance(message, Hello) and self.hello is None:
             self._compare(message)
             self.hello = message
-            self.to_send.append(frame(self._proof(message)))
-        elif isinstance(message, Proof) and self.hello is not None and self.proof is None:
-            expected = _mac(self._own.secret, not self._dialled, self.hello, self._hello)
+            if self._dialled:
+                self.to_send.append(frame(self._proof(message)))
+        elif isinstance(message, Proof) and self.hello is not None and self._peer_seal is None:
+            self._verify(message, self.hello)
+        elif isinstance(message, Memory) and self._peer_seal is not None and self.peer_memory is None:
             pieces = self._own.hello.pieces * 8
-            if not hmac.compare_digest(message.mac, expected):
-                self._refuse("the secret is another one (--disaggregation-secret)")
             if len(message.origins) != pieces or len(message.strides) != pieces:
                 self._refuse("the memory does not fit the hello")
-            self.proof = message
+            self.peer_memory = message
         else:
             self._refuse("this message does not belong here")
+
+    def seal(self, message: Any) -> bytes:
+        """A frame with a message and its tag; they must be sent in the order in which they were sealed."""
+        assert self._own_seal is not None
+        return frames.frame(self._own_seal.close(_encoder.encode(message)))
+
+    def open(self, body: bytes) -> Message:
+        """The message in the next sealed frame. Raises HandshakeError if the tag or the message is wrong."""
+        assert self._peer_seal is not None
+        return decode_message(self._peer_seal.open(body))
 
     def memory(self) -> PageMap:
         """The addresses of the other engine's pages."""
         assert self.hello is not None
-        assert self.proof is not None
-        origins, strides = (np.frombuffer(data, "<i8") for data in (self.proof.origins, self.proof.strides))
+        assert self.peer_memory is not None
+        columns = (self.peer_memory.origins, self.peer_memory.strides)
+        origins, strides = (np.frombuffer(data, "<i8") for data in columns)
         return PageMap(origins, strides, self.hello.piece_bytes)
+
+    def _verify(self, proof: Proof, theirs: Hello) -> None:
+        """Check the other side's proof and answer it."""
+        secret = self._own.secret
+        if not hmac.compare_digest(proof.mac, _mac(secret, not self._dialled, theirs, self._hello)):
+            self._refuse("the secret is another one (--disaggregation-secret)")
+        if not self._dialled:
+            self.to_send.append(frame(self._proof(theirs)))
+        by, to = _encoder.encode(self._hello), _encoder.encode(theirs)
+        self._own_seal = Seal(secret, by, to, dialled=self._dialled)
+        self._peer_seal = Seal(secret, to, by, dialled=not self._dialled)
+        pages, probe = self._own.pages, self._own.probe
+        origins, strides = (column.astype("<i8").tobytes() for column in (pages.origins, pages.strides))
+        self.to_send.append(self.seal(Memory(origins, strides, probe.address, probe.value)))
 
     def _compare(self, theirs: Hello) -> None:
         ours = self._hello
@@ -180,13 +237,11 @@ class Handshake:
             self._refuse("a hello that makes no sense")
 
     def _proof(self, theirs: Hello) -> Proof:
-        own = self._own
-        mac = _mac(own.secret, self._dialled, self._hello, theirs)
-        origins, strides = (column.astype("<i8").tobytes() for column in (own.pages.origins, own.pages.strides))
-        return Proof(mac, origins, strides, own.probe.address, own.probe.value)
+        return Proof(_mac(self._own.secret, self._dialled, self._hello, theirs))
 
     def _refuse(self, why: str) -> None:
-        self.to_send.append(frame(Refused(why)))
+        refusal = Refused(why)
+        self.to_send.append(frame(refusal) if self._own_seal is None else self.seal(refusal))
         raise HandshakeError(why)
 
 

@@ -306,7 +306,9 @@ class KvTransferManager:
         assert pull is not None
         del self._connections[connection.number]
         self._selector.unregister(sock)
-        offer = self.prefill_peer.valid(pull.key, pull.ticket, time.monotonic_ns())
+        offer = None
+        if pull.is_signed(self.identity.secret):
+            offer = self.prefill_peer.valid(pull.key, pull.ticket, time.monotonic_ns())
         pages = unpack_ids(offer.pages)[pull.first : pull.first + pull.count] if offer is not None else None
         if pages is None or pull.first < 0 or pull.count < 0 or len(pages) != pull.count:
             sock.close()
@@ -352,11 +354,11 @@ class KvTransferManager:
     def _move(self, read: Read, connection: Connection, page_read: PageRead) -> None:
         """Copy the pages of a read into this engine's pool. Raises OSError or TransferError."""
         ours, pages = self.identity.pages, read.load.pages
-        hello, proof = connection.handshake.hello, connection.handshake.proof
+        hello, memory = connection.handshake.hello, connection.handshake.peer_memory
         assert hello is not None
-        assert proof is not None
+        assert memory is not None
         if self._reads_memory.get(read.peer):
-            if can_read(hello.pid, proof.probe_address, proof.probe):
+            if can_read(hello.pid, memory.probe_address, memory.probe):
                 self.moved_bytes += read_pages(hello.pid, connection.handshake.memory(), read.pages, ours, pages)
                 return
             self._reads_memory[read.peer] = False
@@ -367,6 +369,7 @@ class KvTransferManager:
             page_read.sock = sock
             if page_read.stopped:
                 return
-            sock.sendall(frame(Pull(read.key, read.ticket, read.first, len(pages))))
+            pull = Pull(read.key, read.ticket, read.first, len(pages))
+            sock.sendall(frame(pull.signed(self.identity.secret)))
             receive_pages(sock, spans(ours, pages), ours.nbytes, timeout_s)
             self.moved_bytes += len(pages) * ours.page_bytes

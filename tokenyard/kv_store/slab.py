@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import struct
 import threading
 import time
@@ -229,7 +230,7 @@ class SlabStore:
         return self._folder / f"slab-{number:04d}.kv"
 
     def _new_file(self, number: int) -> int:
-        fd = os.open(self._path(number), os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(self._path(number), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             body = msgspec.json.encode(self._form)
             head = FILE_HEAD.pack(MAGIC, VERSION, len(body), _check(body)) + body
@@ -318,7 +319,16 @@ class SlabStore:
 
 def _lock(folder: Path) -> int:
     """Lock a folder for this process; wait briefly for another to end. Raises ConfigError if it stays in use."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        # A link could lead to any file of this user, which the process id would overwrite.
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or os.fstat(fd).st_nlink != 1:
+            os.close(fd)
+            raise OSError(errno.ELOOP, "it is a link")
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise ConfigError(f"--hicache-storage-dir {folder}: its file lock is no plain file; remove it") from None
     until = time.monotonic() + LOCK_WAIT_S
     while True:
         try:

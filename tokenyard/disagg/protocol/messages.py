@@ -11,7 +11,7 @@ import numpy as np
 
 from tokenyard.base import Event, Int32Array, Load, SamplingParams
 
-VERSION = 1
+VERSION = 2
 """Version of the protocol. Engines of different versions reject each other."""
 
 NS_PER_S = 1_000_000_000
