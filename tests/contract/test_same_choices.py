@@ -83,8 +83,10 @@ def test_the_router_chooses_what_the_simulator_chose(policy, kind, room, setting
     fleet = Fleet(max_worker_requests=room, queue_timeout_s=1e6)
     chosen = setup(settings={"disable_radix_cache": False, **settings}, replicas=REPLICAS, router=policy, fleet=fleet)
     targets = []
-    make = SimRouter.__init__
-    monkeypatch.setattr(SimRouter, "__init__", lambda self, *a: (make(self, *a), targets.extend(self.targets))[0])
+    add = SimRouter.add
+    monkeypatch.setattr(
+        SimRouter, "add", lambda self, *a: (add(self, *a), targets.extend(w.targets[0].state for w in self.workers))[0]
+    )
     simulated = simulate(traffic, chosen)
     found = asyncio.run(replayed(simulated, policy, room, settings, [target.salt for target in targets], monkeypatch))
     served = range(len(traffic))

@@ -36,7 +36,7 @@ CASES += [("predicted_ttft", False, {"enable_priority_scheduling": True})]
 
 def target_of(run, number):
     """The rank that the router has chosen."""
-    return run._routing._open[number].target
+    return run._routing._open[number].target.rank or 0
 
 
 class Simulated:

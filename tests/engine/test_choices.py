@@ -10,11 +10,12 @@ import pytest
 from tests.routing.choices import Taped
 from tokenyard.base import Request, SamplingParams
 from tokenyard.routing.balance import LOAD_BALANCE_METHODS, RankBalancer
+from tokenyard.routing.dispatch import PendingRequest, RequestFacts
 from tokenyard.routing.load import TargetLoad, TtftModel
 from tokenyard.routing.policies import make_policy, prompt_key
 from tokenyard.routing.prefix_index import token_prompt
 from tokenyard.sim.fleet.fleet_settings import Fleet
-from tokenyard.sim.fleet.sim_router import FleetLayout, RoutedRequest, SimRouter
+from tokenyard.sim.fleet.sim_router import FleetLayout, SimRouter
 
 RANKS, POOL = 4, 1 << 14
 
@@ -61,18 +62,21 @@ def chosen_by_ranks(method):
 
 
 def chosen_by_simulator(method):
-    tape, router = [], SimRouter(method, FleetLayout(1, RANKS, True, 10**6, [POOL]), Fleet(), 0)
-    router._policy = Taped(router._policy, tape)
-    for target, named in zip(router.targets, named_states(), strict=True):
-        router.index.remove_target(target.name)
-        target.name, target.salt = named.name, named.salt
-        router.index.limit(target.name, POOL // 64)
+    tape, router = [], SimRouter((method,), Fleet(), 0)
+    router.add(FleetLayout(1, RANKS, True, 10**6, [POOL]))
+    machine = router.machine
+    machine.policy = Taped(machine.policy, tape)
+    for target, named in zip(router.workers[0].targets, named_states(), strict=True):
+        machine.index.remove_target(target.state.name)
+        target.state.name, target.state.salt = named.name, named.salt
+        machine.index.limit(named.name, POOL // 64)
 
     def choose(number, prompt, now):
         blocks = token_prompt(prompt)
-        call = RoutedRequest(Request(number, "", prompt, SamplingParams()), router, blocks, prompt_key(blocks.digests))
-        router.dispatch(call, now)
-        return call.sent
+        facts = RequestFacts(blocks, len(prompt), stream=True, key=prompt_key(blocks.digests))
+        request = PendingRequest(facts)
+        machine.arrived(request, round(now * 1e9))
+        return request.sent
 
     drive(choose)
     return tape

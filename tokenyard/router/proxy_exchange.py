@@ -58,8 +58,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         super().__init__(parsed, disagg=disagg)
         self._router, self._front, self._request = router, front, request
         self._passing = passing
-        self.began_s = router.now()
-        self._pieces, self._seen_pieces, self._quiet_since_s = 0, 0, self.began_s
+        self._pieces, self._seen_pieces, self._quiet_since_s = 0, -1, 0.0
         self._upstream: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
@@ -370,7 +369,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
     def check_time(self, now_s: float) -> None:
         """Abort or continue a response that takes too long, or whose worker has stalled."""
         settings = self._router.settings
-        if now_s - self.began_s > settings.request_timeout_secs:
+        if now_s - self.arrived_ns / NS_PER_S > settings.request_timeout_secs:
             self.abort(RouterError(504, "the answer took too long", code="timeout"))
             return
         if self._pieces != self._seen_pieces or self._front.paused or self.sent is None:

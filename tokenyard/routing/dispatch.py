@@ -8,7 +8,6 @@ is retried. When `serve_due` is true, the driver calls `serve`; at `next_ns` it 
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -266,7 +265,8 @@ class Dispatcher(Generic[W, R]):
 
     def released(self, request: R) -> None:
         """The request is no longer at its targets: stop counting it there. Further calls have no effect."""
-        self.prefill_ended(request, 0, computed=False)
+        if request.prefill is not None:
+            self.prefill_ended(request, 0, computed=False)
         sent, request.sent = request.sent, None
         if sent is not None:
             assert request.target is not None
@@ -484,11 +484,11 @@ class Dispatcher(Generic[W, R]):
         return refused
 
 
-def _untried(targets: Sequence[Target[W]], tried: set[Target[W]]) -> list[Target[W]]:
+def _untried(targets: list[Target[W]], tried: set[Target[W]]) -> list[Target[W]]:
     """The `targets` that are not in `tried`; if there are none, all of them, and `tried` starts over."""
     if not tried:
-        return list(targets)
+        return targets
     fresh = [target for target in targets if target not in tried]
     if not fresh:
         tried.clear()
-    return fresh or list(targets)
+    return fresh or targets

@@ -241,7 +241,7 @@ class Simulation:
             self._move(due_ns)
             if self._kv is not None or self._kv_stores:
                 self._move_kv(number, due_ns)
-            if self._routing is not None and self._routing.room:
+            if self._routing is not None and self._routing.capacity_freed:
                 self._serve(due_ns)
             return True
         return False
@@ -255,7 +255,7 @@ class Simulation:
         """Process the external events at `now`: the schedule first, then arrivals, then the queues."""
         if self._schedule and self._schedule[0][0] == now:
             heappop(self._schedule)[2](now)
-            if self._routing is not None and self._routing.room:
+            if self._routing is not None and self._routing.capacity_freed:
                 self._serve(now)
         elif self._arrivals.next_ns == now:
             self._arrive(self._arrivals.pop(), now)
