@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.executor.thread_ranks import load_virtual
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError
 from tokenyard.base.frames import HandshakeError
-from tokenyard.executor.distributed import node_connection
+from tokenyard.executor.distributed import node_connection, remote_nodes
 from tokenyard.executor.distributed.distributed_loader import load_executor
 from tokenyard.executor.distributed.node_connection import (
     NodeEnded,
@@ -137,6 +138,35 @@ def test_a_node_that_does_not_fit_is_refused_and_another_one_waited_for(node, co
     )
     assert present == [1]
     assert ended is None
+
+
+def test_connections_that_say_nothing_delay_no_node(monkeypatch):
+    monkeypatch.setattr(node_connection, "HANDSHAKE_S", 10 * LONG_S)
+    monkeypatch.setattr(remote_nodes, "MAX_OPENING", 4)
+    terms = terms_of(0, free_port())
+    silent = []
+
+    def come():
+        while len(silent) < 8:
+            try:
+                silent.append(socket.create_connection((terms.host, terms.port)))
+            except OSError:
+                time.sleep(0.01)
+        node_of(terms.port).run()
+
+    present, ended = both(
+        lambda: [
+            node.close(NodeEnded("")) or node.number
+            for node in wait_for_nodes(terms, terms.facts(OPTIONS | {"threads": 3}, "tensor", 2))
+        ],
+        come,
+    )
+    assert present == [1]
+    assert ended is None
+    assert silent[0].recv(1 << 16), "node 0 says hello first"
+    assert silent[0].recv(1) == b"", "the oldest of too many silent connections is closed"
+    for sock in silent:
+        sock.close()
 
 
 def test_nodes_wait_for_each_other_only_so_long():

@@ -9,7 +9,9 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,8 @@ FLAG_OF_OPTION = {
     "lora_rank": "--max-lora-rank",
 }
 WEIGHTS = "--model-path"
+MAX_OPENING = 64
+"""Connections to node 0 that have not proved yet that they know the secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +159,17 @@ def wait_for_nodes(terms: MultiNodeConfig, facts: dict[str, Any]) -> list[Remote
     end_s = time.monotonic() + terms.timeout_s
     try:
         with listener:
+            door = _Door(listener, terms.secret.encode())
             while missing := _missing(terms, present):
                 logger.info("waiting for node %s at %s", ", ".join(map(str, missing)), terms.place)
-                left_s = end_s - time.monotonic()
-                if left_s <= 0 or not _accept_node(listener, left_s, terms, facts, present):
+                opened = door.next(end_s - time.monotonic())
+                if opened is None:
+                    listener.shutdown(socket.SHUT_RDWR)
                     names = ", ".join(f"node {number}" for number in missing)
                     raise EngineDeadError(f"{names} did not come to {terms.place} within {terms.timeout_s:g} s")
+                _admit(opened, terms, facts, present)
+            # Closing alone does not wake the thread that accepts.
+            listener.shutdown(socket.SHUT_RDWR)
     except BaseException:
         for node in present.values():
             node.close(NodeEnded("node 0 waits no longer for the other nodes"))
@@ -174,35 +183,75 @@ def _missing(terms: MultiNodeConfig, present: dict[int, RemoteNode]) -> list[int
     return [number for number in range(1, terms.count) if number not in present]
 
 
-def _accept_node(
-    listener: socket.socket,
-    left_s: float,
-    terms: MultiNodeConfig,
-    facts: dict[str, Any],
-    present: dict[int, RemoteNode],
-) -> bool:
-    """Accept the next connection; returns whether there was one in time."""
-    listener.settimeout(left_s)
-    try:
-        sock, address = listener.accept()
-    except TimeoutError:
-        return False
-    link = None
-    try:
-        link, hello = open_node_connection(sock, own_hello(0), terms.secret.encode(), dialled=False)
-        settings = link.receive()
-        if not isinstance(settings, NodeSettings):
-            raise HandshakeError("it does not say what it would compute")
-        if why := _why_not(hello, settings, terms, facts, present):
-            link.leave(Refused(why))
-            raise HandshakeError(why)
-        present[hello.node] = RemoteNode(hello.node, link)
-    except HandshakeError as error:
-        logger.warning("refused a node at %s: %s", address[0], error.message)
-        sock.close()
-    except (EOFError, OSError):
-        sock.close()
-    return True
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A connection of a node that knows the secret.
+
+    address: the host that dialled.
+    settings: what it would compute.
+    """
+
+    address: str
+    link: NodeConnection
+    hello: NodeHello
+    settings: NodeSettings
+
+
+class _Door:
+    """Accepts connections while node 0 waits, and shakes hands with several at a time: one that says nothing delays no
+    other. At most `MAX_OPENING` are open before they are authenticated; the oldest makes way.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._listener, self._secret = listener, secret
+        self._opened: queue.SimpleQueue[_Opened] = queue.SimpleQueue()
+        self._opening: deque[socket.socket] = deque()
+        threading.Thread(target=self._accept, name="nodes that connect", daemon=True).start()
+
+    def next(self, timeout_s: float) -> _Opened | None:
+        """The next connection of a node; None if there is none in time."""
+        try:
+            return self._opened.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            return None
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return
+            self._opening.append(sock)
+            if len(self._opening) > MAX_OPENING:
+                with suppress(OSError, IndexError):
+                    self._opening.popleft().shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._open, args=(sock, address[0]), name="handshake", daemon=True).start()
+
+    def _open(self, sock: socket.socket, address: str) -> None:
+        try:
+            link, hello = open_node_connection(sock, own_hello(0), self._secret, dialled=False)
+            settings = link.receive()
+            if not isinstance(settings, NodeSettings):
+                raise HandshakeError("it does not say what it would compute")
+            self._opened.put(_Opened(address, link, hello, settings))
+        except HandshakeError as error:
+            logger.warning("refused a node at %s: %s", address, error.message)
+            sock.close()
+        except (EOFError, OSError):
+            sock.close()
+        finally:
+            with suppress(ValueError):
+                self._opening.remove(sock)
+
+
+def _admit(opened: _Opened, terms: MultiNodeConfig, facts: dict[str, Any], present: dict[int, RemoteNode]) -> None:
+    """Add a node to those present, or refuse it."""
+    if why := _why_not(opened.hello, opened.settings, terms, facts, present):
+        logger.warning("refused a node at %s: %s", opened.address, why)
+        opened.link.leave(Refused(why))
+        opened.link.close()
+        return
+    present[opened.hello.node] = RemoteNode(opened.hello.node, opened.link)
 
 
 def _why_not(
