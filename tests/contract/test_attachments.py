@@ -39,9 +39,10 @@ from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadCl
 from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader, NoAdapters
 from tokenyard.engine.scheduler_process.attachments.priority import PriorityUpdates
 from tokenyard.engine.scheduler_process.attachments.tenant_usage import TenantUsageExchange
-from tokenyard.engine.scheduler_process.driver import HELD_REASONS, Driver
+from tokenyard.engine.scheduler_process.driver import Driver
 from tokenyard.engine.scheduler_process.event_loop import event_loop_normal
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
+from tokenyard.engine.scheduler_process.health.stalls import HELD_REASONS
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.engine.scheduler_process.health.watchdog import Watchdog
 from tokenyard.kv_layout.layout import PoolView, map_pages

@@ -24,12 +24,8 @@ from tokenyard.base import (
 )
 from tokenyard.engine.processes.messages import RpcReply
 from tokenyard.engine.scheduler_process.attachments.base import Attachment
-from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
-from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
-from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
 from tokenyard.engine.scheduler_process.driver import (
     FIRST_RETRY_NS,
-    HELD_REASONS,
     MAX_RETRY_NS,
     DeviceBrokenError,
     Driver,
@@ -38,7 +34,7 @@ from tokenyard.engine.scheduler_process.event_loop import event_loop_normal, eve
 from tokenyard.engine.scheduler_process.health.liveness import HeartbeatThread, LoopState, heartbeat_age_s
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.scheduler import Scheduler
-from tokenyard.scheduler.row_state import HELD_BY, Gate
+from tokenyard.scheduler.row_state import Gate
 
 LOOPS = [(event_loop_normal, 1), (event_loop_overlap, 2)]
 both_loops = pytest.mark.parametrize(("loop", "depth"), LOOPS, ids=["normal", "overlap"])
@@ -293,16 +289,6 @@ def test_what_requests_wait_for_is_named_and_no_policy_blamed(loop, depth, caplo
     (line,) = [record.getMessage() for record in caplog.records]
     assert "although 4 requests wait: 1 paused; 3 until an adapter has been read (reading slow#1);" in line
     assert "policy" not in line
-
-
-def test_every_gate_has_words_for_the_log():
-    gates = {value for name, value in vars(Gate).items() if name.isupper()}
-    assert set(HELD_BY) == gates
-    executor = watched_mock(step_ms=0.0)
-    scheduler = Scheduler(SchedulerSettings(), executor.info)
-    lora, grammar = LoraLoader(executor, scheduler, None, None), GrammarCompiler(executor, None, str)
-    attached = [KvStoreConnector.held_reasons(None), lora.held_reasons(), grammar.held_reasons()]
-    assert set(HELD_REASONS).union(*attached) == set(HELD_BY.values())
 
 
 @both_loops

@@ -4,9 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -31,15 +29,17 @@ from tokenyard.base import (
     Submit,
     TokenyardError,
 )
-from tokenyard.engine.processes.messages import NO_REPLY, FromScheduler, RpcReply, RpcRequest, ToScheduler
-from tokenyard.engine.scheduler_process.attachments.base import Attachment, AttachmentError, DeferredReply, VerbHandler
+from tokenyard.engine.processes.messages import FromScheduler, RpcRequest, ToScheduler
+from tokenyard.engine.scheduler_process.attachments.base import Attachment, VerbHandler
 from tokenyard.engine.scheduler_process.attachments.hooks import AttachmentHooks
 from tokenyard.engine.scheduler_process.health.incidents import Incidents
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
-from tokenyard.engine.scheduler_process.health.profiler import StepProfile
+from tokenyard.engine.scheduler_process.health.profiler import Profiler
+from tokenyard.engine.scheduler_process.health.stalls import log_stall
 from tokenyard.engine.scheduler_process.health.step_history import StepHistory
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.engine.scheduler_process.health.user_code_guards import STALL_NS, StallGuard
+from tokenyard.engine.scheduler_process.rpc import RpcHandlers
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.tape.recorder import Core
 
@@ -51,13 +51,6 @@ MAX_STEP_FAILURES = 2
 NAN_MESSAGE = "the model's logits are NaN; its weights may be damaged, or its numbers too large for --dtype"
 FIRST_RETRY_NS, MAX_RETRY_NS = NS_PER_S // 10, NS_PER_S
 """Delays between tries while there is work but no step can be planned; each delay is twice the previous one."""
-
-HELD_REASONS = {
-    "paused": "paused",
-    "load": "until an abandoned KV load has ended",
-    "group": "until another answer to the same prompt has begun",
-}
-"""Log texts for what requests wait for, by cause of `Scheduler.held_back`; attachments have texts for other causes."""
 
 
 class Port(Protocol):
@@ -124,19 +117,17 @@ class Driver:
         self._retry_ns = FIRST_RETRY_NS
         self._policy_note = policy_note
         self._rank = rank
-        self._profile: StepProfile | None = None
         self._steps: StepHistory | None = None
         own_verbs: dict[str, VerbHandler] = {
             "snapshot": self._counters,
             "explain": self._explain,
             "set_policy": self._choose_policy,
             "flush": self._flush,
-            "start_profile": self._start_profile,
-            "stop_profile": self._stop_profile,
             "watch": self._watch,
             "outputs": lambda now, numbers: self._scheduler.outputs(numbers),
         }
-        self._verbs = self._hooks.verbs(own_verbs)
+        own_verbs |= Profiler(self, rank).verbs()
+        self._rpc = RpcHandlers(self._hooks.verbs(own_verbs), port.send)
         self._check_policy()
 
     def receive(self, *, wait: bool) -> bool:
@@ -292,21 +283,8 @@ class Driver:
         state = self._snapshot()
         if state.paused or state.loading or any(busy() for busy in self._hooks.busy):
             return
-        held = self._scheduler.held_back()
-        ready = state.waiting - sum(held.values())
-        if ready or not held:
-            reason = f"{ready} of them may start, so this is a defect of the policy {state.policy}"
-        else:
-            reason = "; ".join(f"{count} {self._held_reason(cause)}" for cause, count in held.items())
-        logger.warning(
-            "no step can be planned although %d requests wait: %s; trying again every %g s",
-            *(state.waiting, reason, MAX_RETRY_NS / NS_PER_S),
-        )
-
-    def _held_reason(self, cause: str) -> str:
-        """The log text for a cause of `Scheduler.held_back`."""
-        reasons = [HELD_REASONS, *(held_reasons() for held_reasons in self._hooks.held_reasons)]
-        return " or ".join(texts[cause] for texts in reasons if cause in texts) or f"held back ({cause})"
+        texts = [held_reasons() for held_reasons in self._hooks.held_reasons]
+        log_stall(state, self._scheduler.held_back(), texts, MAX_RETRY_NS / NS_PER_S)
 
     def _check_idle(self) -> None:
         """Have the scheduler check its KV accounting while it has no work."""
@@ -316,42 +294,13 @@ class Driver:
     def _handle(self, message: ToScheduler) -> None:
         now = time.monotonic_ns()
         if isinstance(message, RpcRequest):
-            self._answer(message, now)
+            self._rpc.answer(message, now)
         elif isinstance(message, Submit):
             self._submit(message, now)
         elif isinstance(message, SetPolicy):
             self._set_policy(message, now)
         else:
             self._apply(message, now)
-
-    def _answer(self, call: RpcRequest, now: int) -> None:
-        """Run a call and send its reply, perhaps later. An exception becomes a refusal."""
-        reply = DeferredReply()
-        try:
-            if call.verb not in self._verbs:
-                raise ConfigError(f"{call.verb}: the feature is off in this engine")
-            result = self._verbs[call.verb](now, **call.arguments)
-        except AttachmentError:
-            raise
-        except Exception as error:
-            reply.set_exception(error)
-        else:
-            if isinstance(result, Future):
-                reply = result
-            else:
-                reply.set_result(result)
-        reply.add_done_callback(partial(self._reply, call))
-
-    def _reply(self, call: RpcRequest, reply: DeferredReply) -> None:
-        """Send what a call returned, or why it was refused."""
-        error, refusal = reply.exception(), ""
-        if isinstance(error, ConfigError):
-            refusal = error.message
-        elif error is not None:
-            logger.error("the call %s failed", call.verb, exc_info=error)
-            refusal = f"{call.verb} failed: {error}"
-        if call.call_id != NO_REPLY:
-            self._port.send(RpcReply(call.call_id, None if error is not None else reply.result(), refusal))
 
     def _explain(self, now: int, number: int) -> Any:
         """Where the time of a request went, as plain data; None for an unknown request."""
@@ -369,18 +318,6 @@ class Driver:
             for release in self._hooks.before_flush:
                 self._apply_all(release(now), now)
         return self._scheduler.flush(now)
-
-    def _start_profile(self, now: int) -> bool:
-        """Begin a timeline; False if one runs already."""
-        if self._profile is not None:
-            return False
-        self._profile = StepProfile(self, self._rank)
-        return True
-
-    def _stop_profile(self, now: int) -> bytes | None:
-        """End the timeline and return its events as a JSON list; None if none runs."""
-        profile, self._profile = self._profile, None
-        return None if profile is None else profile.stop()
 
     def _watch(self, now: int, prefixes: bool, bins: int) -> dict[str, Any]:
         """The state for a live page. The first call starts the step history."""

@@ -6,7 +6,7 @@ overhead.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ LOOP, DEVICE = 1, 2
 VERBS = {
     "receive": "receive",
     "plan": "plan",
-    "while_device_runs": "priority function",
+    "while_device_runs": "attachments",
     "launch": "launch",
     "collect": "wait for the device",
     "commit": "commit",
@@ -96,3 +96,28 @@ class StepProfile:
             return
         times = {"ts": begin_ns / NS_PER_US, "dur": max(0, end_ns - begin_ns) / NS_PER_US}
         self._events.append({"name": name, "ph": "X", "pid": self._pid, "tid": tid, **times, "args": args})
+
+
+class Profiler:
+    """The calls that start and stop a profile of `driver`, the scheduler of this rank."""
+
+    def __init__(self, driver: Any, rank: int) -> None:
+        self._driver = driver
+        self._rank = rank
+        self._profile: StepProfile | None = None
+
+    def verbs(self) -> Mapping[str, Callable[..., Any]]:
+        """The handlers by verb."""
+        return {"start_profile": self._start, "stop_profile": self._stop}
+
+    def _start(self, now: int) -> bool:
+        """Begin a timeline; False if one runs already."""
+        if self._profile is not None:
+            return False
+        self._profile = StepProfile(self._driver, self._rank)
+        return True
+
+    def _stop(self, now: int) -> bytes | None:
+        """End the timeline and return its events as a JSON list; None if none runs."""
+        profile, self._profile = self._profile, None
+        return None if profile is None else profile.stop()
