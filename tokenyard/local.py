@@ -14,6 +14,7 @@ import orjson
 
 from tokenyard import lang
 from tokenyard.base import Slo
+from tokenyard.base.cross_site import is_loopback
 from tokenyard.config import Settings
 from tokenyard.engine.frontend.input_processor import ns_from_ms
 from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
@@ -33,6 +34,7 @@ def server_options(settings: Settings) -> ServerOptions:
     return ServerOptions(
         model_name=settings.served_model_name,
         max_body_bytes=int(settings.max_body_mb * 1_000_000),
+        loopback_only=not settings.uds and is_loopback(settings.host),
         info=settings.public(),
         policies=[*POLICIES, "priority"],
         default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),

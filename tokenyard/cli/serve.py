@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo, TokenyardError
+from tokenyard.base.cross_site import is_loopback
 from tokenyard.cli.flags import resolve, unknown_variables
 from tokenyard.cli.serve_node import serve_node
 from tokenyard.config import Settings
@@ -84,6 +85,11 @@ async def _serve(settings: Settings) -> int:
     listener = listen_at_path(settings.uds) if settings.uds else listen(settings.host, settings.port)
     if not settings.uds:
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+        if not (settings.api_key or settings.tenant_keys or is_loopback(settings.host)):
+            log.warning(
+                "--host %s without --api-key: whoever reaches port %d may use and control this engine",
+                *(settings.host, settings.port),
+            )
     with _removed(settings.uds), _tracing(settings, state):
         config = engine_config(settings)
         loading = asyncio.create_task(_run_engine(settings, config, state, server))

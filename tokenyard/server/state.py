@@ -31,6 +31,7 @@ class ServerOptions:
 
     model_name: the name under which the model is served.
     tenant_keys: API key -> tenant.
+    loopback_only: whether the server listens on loopback only.
     max_prompts: most prompts of one request.
     lora_dirs: folders that adapters may be loaded from.
     default_sampling: sampling parameters of requests that do not set them.
@@ -44,6 +45,7 @@ class ServerOptions:
     admin_api_key: str = ""
     tenant_keys: Mapping[str, str] = field(default_factory=dict)
     cors_allow_origins: list[str] = field(default_factory=list)
+    loopback_only: bool = False
     max_body_bytes: int = 32_000_000
     max_prompts: int = 1024
     lora_dirs: tuple[str, ...] = ()

@@ -65,7 +65,7 @@ class Authentication:
         if path in OPEN_PATHS or path in SERVER_PAGE:
             return True
         given = _bearer_key(scope)
-        if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
+        if is_admin_path(path):
             return _same(given, self._admin_api_key)
         for tenant, key in self._tenant_keys:
             if _same(given, key):
@@ -74,6 +74,11 @@ class Authentication:
         if self._tenant_keys and not self._api_key:
             return False
         return _same(given, self._api_key)
+
+
+def is_admin_path(path: str) -> bool:
+    """Whether a path controls the engine or reaches requests of all clients."""
+    return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
 
 
 def _bearer_key(scope: Scope) -> bytes:

@@ -17,6 +17,7 @@ from tokenyard.base.version import __version__
 from tokenyard.server.anthropic import messages
 from tokenyard.server.http.api_keys import Authentication
 from tokenyard.server.http.api_reference import reference_page
+from tokenyard.server.http.cross_site import CrossSiteGuard
 from tokenyard.server.http.dialects import dialect_of
 from tokenyard.server.http.errors import (
     CLIENT_GONE_STATUS,
@@ -132,6 +133,8 @@ def create_app(state: ServerState) -> ASGIApp:
             admin_api_key=options.admin_api_key,
             tenant_keys=options.tenant_keys,
         )
+    if not options.api_key and not options.tenant_keys:
+        app = CrossSiteGuard(app, allowed_origins=options.cors_allow_origins, loopback_only=options.loopback_only)
     if options.cors_allow_origins:
         app = CORSMiddleware(app, options.cors_allow_origins, allow_methods=["*"], allow_headers=["*"])
     return app

@@ -51,6 +51,7 @@ TABLE: dict[str, HttpOutcome] = {
     "failed": HttpOutcome(500, "server_error"),
     # Errors of the HTTP server.
     "invalid_api_key": HttpOutcome(401, "authentication_error"),
+    "cross_site": HttpOutcome(403, "permission_error"),
     "not_found": _NOT_FOUND,
     "model_not_found": _NOT_FOUND,
     "request_not_found": _NOT_FOUND,
