@@ -341,3 +341,60 @@ def test_what_was_left_out_is_below_the_table_and_in_the_report(tmp_path, capsys
         assert words in report.read_text()
     assert "length unknown, drawn" in shown
     assert json.loads(out.read_text())["unknown_lengths"] == 1
+
+
+def test_prompts_beyond_the_models_context_are_refused_and_counted(tmp_path, capsys):
+    trace, out = tmp_path / "t.jsonl", tmp_path / "o.json"
+    lines = [{"arrival_s": 0, "prompt_tokens": tokens, "output_tokens": 4} for tokens in (500, 140_000, 426_990)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["--trace", str(trace), "--trace-format", "tokenyard", "--json", str(out), "--max-total-tokens", "2000000"]
+    assert run_simulate(simulate_args(*argv)) == 0
+    assert json.loads(out.read_text())["rejected"] == 2
+    assert "note: 2 prompts do not fit the context of 131072 tokens" in capsys.readouterr().out
+    assert run_simulate(simulate_args(*argv, "--context-length", "200000", "--quiet")) == 0
+    assert json.loads(out.read_text())["rejected"] == 1
+
+
+def session_folder(tmp_path, sessions=6):
+    """Sessions of kv-cache-tester, the last one with a turn of 150,000 tokens."""
+    for place in range(sessions):
+        turns = [640, 1280, 150_000 if place == sessions - 1 else 1920]
+        requests = [
+            {"type": "n", "in": tokens, "out": 4, "hash_ids": list(range(tokens // 64)), "think_time": 3.0 * bool(turn)}
+            for turn, tokens in enumerate(turns)
+        ]
+        session = {"id": f"s{place}", "block_size": 64, "hash_id_scope": "local", "requests": requests}
+        (tmp_path / f"s{place}.json").write_text(json.dumps(session))
+    return ["--trace", str(tmp_path), "--trace-format", "kv-cache-tester"]
+
+
+def test_sessions_of_a_trace_run_as_closed_loops(tmp_path, capsys):
+    (tmp_path / "trace").mkdir()
+    argv, out = session_folder(tmp_path / "trace"), tmp_path / "o.json"
+    words = "--concurrent-sessions 2 --sessions 4 --think-cap-s 600 --device h100 --model llama-3-70b-tp8"
+    assert run_simulate(simulate_args(*argv, *words.split(), "--max-total-tokens", "1200000", "--json", str(out))) == 0
+    figures = json.loads(out.read_text())["sessions"]
+    assert figures["finished"] == 4
+    assert {"turns_per_hour", "mean_session_s", "longest_wait_s", "hit_share", "recomputed_tokens"} <= figures.keys()
+    assert figures["hit_share"] == pytest.approx((640 + 1280) / (640 + 1280 + 1920), abs=1e-3)
+    told = capsys.readouterr().out
+    assert "1 of 6 sessions need a context longer than 131072 tokens and are left out" in told
+    assert "in 4 sessions on" in told
+    assert main(["compare", "fcfs", "lpm", *argv, "--concurrent-sessions", "3", "--json", str(out), "--quiet"]) == 0
+    assert [one["sessions"]["finished"] for one in json.loads(out.read_text()).values()] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--synthetic plain --concurrent-sessions 2", "has no sessions"),
+        ("--trace sessions --trace-format kv-cache-tester", "does not say when its sessions start"),
+        ("--trace sessions --trace-format kv-cache-tester --concurrent-sessions 2 --sessions 9", "has 5 sessions"),
+    ],
+)
+def test_sessions_that_cannot_run_are_one_clear_line(tmp_path, monkeypatch, words, complaint):
+    (tmp_path / "sessions").mkdir()
+    session_folder(tmp_path / "sessions")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=complaint):
+        run_simulate(simulate_args(*words.split()))

@@ -94,7 +94,7 @@ def test_the_wait_for_a_slow_disk_is_bounded():
 
 
 def test_a_second_hit_is_stored_where_the_policy_says_so():
-    traffic = synthetic("multi-turn", 120, 20.0, seed=2)
+    traffic = synthetic("multi-turn", 120, 2.0, seed=2)
     stored = {}
     for policy in ("write_through", "write_through_selective"):
         run = Simulation(traffic, setup(settings={**CACHED, "hicache_write_policy": policy}, kv_store=LARGE))
@@ -115,7 +115,7 @@ def test_a_second_hit_is_stored_where_the_policy_says_so():
     ],
 )
 def test_tiers_go_with_fleets_faults_and_prefill_engines(changes):
-    traffic = synthetic("multi-turn", 120, 30.0, seed=5)
+    traffic = synthetic("multi-turn", 120, 4.0, seed=5)
     kv_store = KvStoreSettings(host_gb=20.0, disk_gb=100.0, write_mb_s=0.0)
     outcome = served(traffic, kv_store, replicas=2, kv_pool_tokens=20_000, **changes)
     assert outcome.kv_store.loaded > 0
@@ -152,8 +152,9 @@ def test_a_channel_runs_one_job_at_a_time_and_reports_how_much_of_one_was_done()
 
 def test_the_command_reports_hits_in_the_kv_store(tmp_path, capsys):
     out = tmp_path / "out.json"
-    words = "simulate --synthetic multi-turn --limit 100 --max-total-tokens 20000 --enable-hierarchical-cache"
-    assert main([*words.split(), "--hicache-size", "40", "--json", str(out)]) == 0
+    words = "simulate --synthetic multi-turn --limit 100 --request-rate 1 --max-total-tokens 20000"
+    store = ["--enable-hierarchical-cache", "--hicache-size", "40"]
+    assert main([*words.split(), *store, "--json", str(out)]) == 0
     assert "from the KV store" in capsys.readouterr().out
     numbers = json.loads(out.read_text())
     assert numbers["kv_store"]["hit_rate"] > 0.1

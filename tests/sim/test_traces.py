@@ -12,6 +12,7 @@ from tokenyard.sim.traces.detect_format import detect_format
 from tokenyard.sim.traces.formats import TRACE_FORMATS, read_trace
 from tokenyard.sim.traces.prompt_ids import TokenContent, UniqueContent
 from tokenyard.sim.traces.read_options import ReadOptions
+from tokenyard.sim.traces.synthetic import synthetic
 from tokenyard.sim.traces.workload import NO_PRIORITY
 
 TRACES = Path(__file__).resolve().parents[2] / "../shared/traces"
@@ -408,6 +409,25 @@ def test_scaling_and_limiting(tmp_path):
         workload.scaled(0.0)
     with pytest.raises(ConfigError, match="--limit"):
         workload.limited(0)
+
+
+@pytest.mark.parametrize("rate", [1.0, 12.0, 40.0])
+def test_conversations_come_at_the_rate_that_is_asked_for(rate):
+    workload = synthetic("multi-turn", 2000, rate, seed=3)
+    assert len(workload) / workload.span_s == pytest.approx(rate, rel=0.15)
+    first_half = int((workload.arrival_s < workload.span_s / 2).sum())
+    assert first_half == pytest.approx(1000, rel=0.15)
+    ids = [workload.content.prompt_ids(index, int(workload.prompt_tokens[index])) for index in range(2000)]
+    beginnings = [one[:32].tobytes() for one in ids]
+    assert len(set(beginnings)) < 2000, "later turns repeat the beginning of earlier ones"
+
+
+def test_a_field_that_is_not_read_is_named_once_with_the_one_that_may_be_meant(tmp_path):
+    records = [{**GOOD, "pirority": 3}, {**GOOD, "pirority": 3, "note": "x"}, GOOD]
+    notes = read_trace(write_lines(tmp_path / "t.jsonl", *records), "tokenyard").notes
+    assert len(notes) == 2
+    assert "'pirority' is not read (t.jsonl, line 1); did you mean priority?" in notes[0]
+    assert notes[1] == "the field 'note' is not read (t.jsonl, line 2)"
 
 
 def mooncake_file(path, stamps):

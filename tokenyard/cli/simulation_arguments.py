@@ -295,6 +295,7 @@ def load_workload(args: argparse.Namespace, model_context: int | None = None) ->
         raise ConfigError("give either --trace FILE or --synthetic KIND")
     if args.synthetic is not None:
         made = synthetic(args.synthetic, 1000 if args.limit is None else args.limit, args.request_rate, args.seed)
+        _check_sessions(args, made, f"--synthetic {args.synthetic}")
         return made.scaled(args.rate_scale)
     tokenize = load_tokenizer(args.tokenizer) if args.tokenizer is not None else None
     options = ReadOptions(
@@ -308,10 +309,17 @@ def load_workload(args: argparse.Namespace, model_context: int | None = None) ->
     )
     found = args.trace_format or detect_format(args.trace)
     workload = read_trace(args.trace, found, options).scaled(args.rate_scale)
-    if workload.sessions is None and (args.concurrent_sessions or args.sessions_per_hour or args.sessions):
-        raise ConfigError(f"{args.trace.name}, read as {found}, has no sessions")
+    _check_sessions(args, workload, f"{args.trace.name}, read as {found},")
     guess = () if args.trace_format else (f"{args.trace.name} is read as {found}, by its first lines",)
     return replace(workload, remarks=guess + workload.remarks)
+
+
+def _check_sessions(args: argparse.Namespace, workload: Workload, name: str) -> None:
+    """Raise ConfigError if flags ask for sessions and the workload has none."""
+    if workload.sessions is None and (args.concurrent_sessions or args.sessions_per_hour or args.sessions):
+        raise ConfigError(
+            f"{name} has no sessions; leave out --concurrent-sessions, --sessions-per-hour and --sessions"
+        )
 
 
 def session_options(args: argparse.Namespace, model_context: int | None) -> SessionOptions:

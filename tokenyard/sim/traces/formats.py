@@ -14,6 +14,7 @@ lmcache-agent folder or tar of sessions, or one session's file, whole texts; nee
 kv-cache-tester folder or tar of sessions of coding agents, lengths and block hashes (see `kv_cache_tester`)
 """
 
+import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,10 @@ def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -
 
 
 _OWN_TARGETS = ("deadline_s", "slo_ttft_s", "slo_tpot_s")
+_OWN_FIELDS = (
+    *("arrival_s", "output_tokens", "prompt_tokens", "token_ids", "hash_ids", "block_tokens", "max_new_tokens"),
+    *("tenant", "class", "priority", "complete", "lora", *_OWN_TARGETS),
+)
 
 
 def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
@@ -104,9 +109,22 @@ def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
     - `lora`: name of its LoRA adapter (see --enable-lora)
     """
     builder = WorkloadBuilder(path.name, options.seed, skip_unknown=options.skip_unknown)
-    return build_workload(
-        builder, options, read_lines(path), lambda where, line: _add_own(builder, where, json_object(line, where))
-    )
+    unknown: dict[str, None] = {}
+
+    def take(where: str, line: str) -> None:
+        record = json_object(line, where)
+        new = [field for field in record if field not in _OWN_FIELDS and field not in unknown]
+        unknown.update(dict.fromkeys(new))
+        builder.remarks += [_unknown_field(field, where) for field in new]
+        _add_own(builder, where, record)
+
+    return build_workload(builder, options, read_lines(path), take)
+
+
+def _unknown_field(field: str, where: str) -> str:
+    """A sentence on a field that is not read, with the field that may be meant."""
+    near = difflib.get_close_matches(field, _OWN_FIELDS, n=1)
+    return f"the field {field!r} is not read ({where})" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _add_own(builder: WorkloadBuilder, where: str, record: dict[str, Any]) -> None:

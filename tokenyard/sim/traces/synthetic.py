@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 
@@ -15,6 +16,8 @@ LENGTH_SPREAD = 0.8
 
 SHARED_GROUPS, SHARED_PREFIX_TOKENS = 16, 2048
 TURNS, THINK_S, ANSWER_S = 6, 12.0, 8.0
+MAX_AGE_S, MIN_CONVERSATIONS = 300.0, 16
+"""Conversations that began so long before the first request have ended, but for one in 10,000."""
 BURST_S, CALM_S, BURST_FACTOR = 30.0, 90.0, 5.0
 TENANTS, FLOOD_FACTOR = 4, 10.0
 
@@ -62,21 +65,26 @@ def multi_turn(requests: int, rate: float, seed: int) -> Workload:
     """Conversations of 6 turns: each prompt is the last one, its answer, and a new question after some thinking.
 
     Turns arrive at drawn times (think time plus a typical answer's time) whether or not the answer has ended by then.
+    The traffic begins with conversations of every age, so that `rate` holds from the first second; their earlier turns
+    are not in the workload.
     """
     rng = np.random.default_rng(seed)
-    conversations = max(-(-requests // TURNS), 1)
-    begins = poisson(conversations, rate / TURNS, rng)
+    conversations = ceil((requests / rate + 2 * MAX_AGE_S) * rate / TURNS) + MIN_CONVERSATIONS
+    begins = poisson(conversations, rate / TURNS, rng) - MAX_AGE_S
     gaps = ANSWER_S + rng.exponential(THINK_S, (conversations, TURNS))
     gaps[:, 0] = 0.0
     arrivals = (begins[:, None] + np.cumsum(gaps, axis=1)).ravel()
-    order = np.argsort(arrivals, kind="stable")[:requests]
+    by_time = np.argsort(arrivals, kind="stable")
+    before = int(np.searchsorted(arrivals[by_time], 0.0))
+    order = by_time[before : before + requests]
     number = np.empty(conversations * TURNS, np.int64)
-    number[np.argsort(arrivals, kind="stable")] = np.arange(conversations * TURNS)
+    number[np.roll(by_time, -before)] = np.arange(conversations * TURNS)
     questions = lengths(250, conversations * TURNS, rng, 4096)
     answers = lengths(200, conversations * TURNS, rng, 1500)
     streams, parts, offsets, prompts = _turns(order, number, questions, answers)
     content = SegmentContent(streams, parts, offsets)
-    return uniform_columns("multi-turn", arrivals[order], prompts, answers[order], content)
+    times = arrivals[order] - arrivals[order[0]]
+    return uniform_columns("multi-turn", times, prompts, answers[order], content)
 
 
 def _turns(
