@@ -52,6 +52,12 @@ def holds(store, place: int) -> bool:
     return there and bool((block == content(place)).all())
 
 
+def keep(store, place: int) -> None:
+    """Store a block as an engine does."""
+    store.put_in_memory(DIGESTS[place], content(place))
+    store.put(DIGESTS[place], content(place))
+
+
 def test_what_is_put_can_be_got(store):
     assert not holds(store, 0)
     assert not store.prefetch(DIGESTS[0])
@@ -76,17 +82,29 @@ def test_the_least_recently_used_blocks_are_evicted_first_and_tails_before_heads
     if shared(store):
         pytest.skip("the server decides what makes way")
     for place in range(BLOCKS):
-        store.put(DIGESTS[place], content(place))
+        keep(store, place)
     store.touch(DIGESTS[:BLOCKS])
-    store.put(DIGESTS[7], content(7))
+    keep(store, 7)
     assert store.count_stored(DIGESTS) == BLOCKS - 1
     assert holds(store, 7)
     store.touch(DIGESTS[: BLOCKS - 1])
-    store.put(DIGESTS[8], content(8))
+    keep(store, 8)
     assert not holds(store, 7)
     assert store.blocks == BLOCKS
     assert store.counters.evicted == 2
     assert all(holds(store, place) for place in (*range(BLOCKS - 1), 8))
+
+
+def test_it_knows_what_it_lacks_and_what_is_in_memory(store):
+    in_memory = isinstance(store, LayeredStore)
+    store.put_in_memory(DIGESTS[0], content(0))
+    assert store.lacks(DIGESTS[0]), "it is not where it stays"
+    assert holds(store, 0) == in_memory
+    slow = store.find_slow(DIGESTS[:2])
+    assert slow == ([] if isinstance(store, MemoryStore) else [1] if in_memory else [0, 1])
+    assert store.put(DIGESTS[0], content(0))
+    assert not store.lacks(DIGESTS[0])
+    assert holds(store, 0)
 
 
 def test_a_cleared_store_is_empty_and_usable(store):

@@ -19,6 +19,7 @@ from tokenyard.engine.scheduler_process.attachments import kv_store as module
 from tokenyard.engine.scheduler_process.driver import Driver
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
 from tokenyard.engine.scheduler_process.health.step_log import StepLog
+from tokenyard.kv_store import machine
 from tokenyard.scheduler import Scheduler
 
 PAGE, PAGES, ROWS, TOKENS = 16, 40, 4, 150
@@ -66,7 +67,7 @@ def mock(pages):
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize(("loop", "depth"), LOOPS, ids=["normal", "overlap"])
 def test_a_victim_is_swapped_to_host_memory_and_back(loop, depth, policy, monkeypatch):
-    monkeypatch.setattr(module, "RECHECK_INTERVAL_NS", 0)
+    monkeypatch.setattr(machine, "FIND_INTERVAL_NS", 0)
     executor, port = DeviceExecutor(mock(PAGES)), SwapPort()
     settings = SchedulerSettings(
         page_size=PAGE,

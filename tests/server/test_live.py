@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tokenyard.server.native.live_feed import PERIOD_S, ROW, tiers_of
+from tokenyard.server.native.live_feed import PERIOD_S, ROW, kv_stores_of
 from tokenyard.ui.files import SERVER_PAGE
 
 
@@ -82,6 +82,6 @@ def test_the_stream_reports_loading_and_ends_with_the_server(start, drained):
 
 def test_stores_below_the_device_are_added_up_by_kind():
     rank = {"backend": "disk", "blocks": 3, "block_tokens": 64, "stored_bytes": 4096, "loading": 1}
-    found = tiers_of({"rank 0": rank, "rank 1": rank | {"blocks": 1, "loading": 0}})
+    found = kv_stores_of({"rank 0": rank, "rank 1": rank | {"blocks": 1, "loading": 0}})
     assert found == {"disk": {"tokens": 256, "bytes": 8192, "loading": 1}}
-    assert tiers_of({}) == {}
+    assert kv_stores_of({}) == {}

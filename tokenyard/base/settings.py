@@ -179,11 +179,11 @@ class SharedSettings:
         "lru", "scheduler", "what a full prefix cache drops first: lru, lfu, fifo, mru, filo, slru or priority"
     )
     enable_hierarchical_cache: bool = setting(
-        False, "tiers", "keep KV below the device as well, in the store of --hicache-storage-backend"
+        False, "kv_store", "keep KV below the device as well, in the store of --hicache-storage-backend"
     )
     hicache_write_policy: str = setting(
         "write_through",
-        "tiers",
+        "kv_store",
         "when KV is stored: at once, at its first hit (write_through_selective), or before it is evicted (write_back)",
         choices=("write_through", "write_through_selective", "write_back"),
     )

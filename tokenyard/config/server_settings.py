@@ -6,9 +6,11 @@ from tokenyard.base.declare import setting
 from tokenyard.base.ranges import ABOVE_ZERO, ANY_COUNT, POSITIVE, POSITIVE_COUNT, TARGET_MS, NumberRange
 from tokenyard.base.settings import SharedSettings
 from tokenyard.engine.frontend.sampling_defaults import SAMPLING_DEFAULTS
+from tokenyard.kv_store.machine import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.routing.balance import LOAD_BALANCE_METHODS
 
 MAX_RANKS = 64
+KV_STORE_LIMITS = KvStoreLimits()
 DISAGGREGATION_MODES = ("null", "prefill", "decode", "both")
 TRANSFER_BACKENDS = ("auto", "tcp", "process_vm")
 POOL_TOKENS = NumberRange(1, 2**31 - 1)
@@ -19,7 +21,7 @@ GROUPS = {
     "device": "where the model runs and how much memory it takes",
     "scheduler": "what runs when, and how much in one step",
     "urgency": "which requests come first",
-    "tiers": "KV below the device: in host memory, on disk, in a shared store",
+    "kv_store": "the KV store: in host memory, on disk, shared",
     "transfer": "KV between engines: prefill and decode apart",
     "server": "how clients reach it",
     "logging": "what is logged and recorded",
@@ -275,40 +277,47 @@ class DeclaredSettings(SharedSettings):
 
     hicache_storage_backend: str = setting(
         "none",
-        "tiers",
+        "kv_store",
         "where KV is kept below the device and its host memory (--enable-hierarchical-cache): on disk, or in a Valkey "
         "or Redis that several engines share",
         choices=("none", "disk", "valkey"),
     )
     hicache_storage_url: str = setting(
-        "", "tiers", "address of that Valkey or Redis: redis://[:password@]host[:port]", secret=True
+        "", "kv_store", "address of that Valkey or Redis: redis://[:password@]host[:port]", secret=True
     )
     hicache_ratio: float | None = setting(
-        None, "tiers", "size of the tier in host memory, as a multiple of a GPU's KV pool; 2 if not given", POSITIVE
+        None,
+        "kv_store",
+        "size of that in host memory, as a multiple of a GPU's KV pool; 2 if not given",
+        POSITIVE,
     )
-    hicache_size: float = setting(0.0, "tiers", "gigabytes of that tier, instead of --hicache-ratio", ANY_COUNT)
+    hicache_size: float = setting(0.0, "kv_store", "the same in gigabytes, instead of --hicache-ratio", ANY_COUNT)
     hicache_storage_dir: str = setting(
-        "", "tiers", "folder for KV on disk, used by one engine at a time; it may outlive the engine"
+        "", "kv_store", "folder for KV on disk, used by one engine at a time; it may outlive the engine"
     )
-    hicache_storage_gb: float = setting(10.0, "tiers", "most gigabytes of KV on disk, for each rank", POSITIVE)
+    hicache_storage_gb: float = setting(10.0, "kv_store", "most gigabytes of KV on disk, for each rank", POSITIVE)
     hicache_storage_min_free_gb: float = setting(
-        1.0, "tiers", "gigabytes that are left free on that disk", ANY_COUNT, file_only=True
+        1.0, "kv_store", "gigabytes that are left free on that disk", ANY_COUNT, file_only=True
     )
     hicache_storage_write_mb_s: float = setting(
-        256.0, "tiers", "most megabytes per second that are written there; 0 for no limit", ANY_COUNT, file_only=True
+        KV_STORE_LIMITS.write_mb_s,
+        "kv_store",
+        "most megabytes per second that are written there; 0 for no limit",
+        ANY_COUNT,
+        file_only=True,
     )
     hicache_storage_prefetch_policy: str = setting(
-        "timeout",
-        "tiers",
+        KV_STORE_LIMITS.prefetch_policy,
+        "kv_store",
         "how long a request waits for its KV on disk: best_effort not at all, wait_complete for all of it, timeout as "
         "long as hicache-prefetch-timeout-s and hicache-prefetch-timeout-per-1k-tokens-s say",
-        choices=("best_effort", "wait_complete", "timeout"),
+        choices=PREFETCH_POLICIES,
     )
     hicache_prefetch_timeout_s: float = setting(
-        1.0, "tiers", "longest wait for KV on disk, in seconds", POSITIVE, file_only=True
+        KV_STORE_LIMITS.timeout_s, "kv_store", "longest wait for KV on disk, in seconds", POSITIVE, file_only=True
     )
     hicache_prefetch_timeout_per_1k_tokens_s: float = setting(
-        0.25, "tiers", "what 1,000 tokens add to it", ANY_COUNT, file_only=True
+        KV_STORE_LIMITS.timeout_per_1k_tokens_s, "kv_store", "what 1,000 tokens add to it", ANY_COUNT, file_only=True
     )
 
     disaggregation_mode: str = setting(

@@ -1,5 +1,7 @@
 """Copies of KV between a device's pool and host memory, for the KV store (a `BlockPool`)."""
 
+import threading
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -8,12 +10,36 @@ from tokenyard.base import Int32Array
 from tokenyard.executor.kv_pool import KvPool
 
 
+class _ThreadStaging(threading.local):
+    """The stream of a thread, None without a device, and its memory that the device can copy to."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Called once in each thread."""
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def memory(self, size: int) -> torch.Tensor:
+        """uint8[size], the same memory as before unless that is too small."""
+        if len(self._memory) < size:
+            # Pinned memory belongs to the current device; without the stream that is device 0 on every rank.
+            with torch.cuda.stream(self.stream):
+                self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.stream is not None)
+        return self._memory[:size]
+
+    def wait(self) -> None:
+        """Wait for the copies of this thread."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
 class DeviceBlocks:
     """The pages of a pool on a device, to gather blocks from and to scatter them into. `kv_layout.layout.PoolView`
     defines the layout of a block.
 
-    Copies have their own stream and overlap with steps: no step writes pages that are gathered or reads pages that are
-    scattered into. Each call returns when its copy is done. One thread at a time may call.
+    Copies overlap with steps: no step writes pages that are gathered or reads pages that are scattered into. Each call
+    returns when its copy is done. Any thread may call; each has its own stream and staging memory.
     """
 
     def __init__(self, pool: KvPool) -> None:
@@ -22,10 +48,7 @@ class DeviceBlocks:
         self._piece_bytes = pool.page_size * tensor.stride(2) * tensor.itemsize
         self._pages = tensor.view(self._pieces, -1).view(torch.uint8).view(self._pieces, -1, self._piece_bytes)
         self._device = tensor.device
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = _ThreadStaging(self._device)
 
     @property
     def page_bytes(self) -> int:
@@ -35,12 +58,12 @@ class DeviceBlocks:
     def gather(self, pages: Int32Array, block: npt.NDArray[np.uint8]) -> None:
         """Copy `pages` (int32[n]) into `block` (uint8[at least n * page_bytes])."""
         size = len(pages) * self.page_bytes
-        staging = self._stage(size)
-        with torch.cuda.stream(self._stream):
+        staging = self._staging.memory(size)
+        with torch.cuda.stream(self._staging.stream):
             # Running steps do not write these pages.
             found = self._pages.index_select(1, self._index(pages))
             staging.copy_(found.view(-1), non_blocking=True)
-        self._wait()
+        self._staging.wait()
         block[:size] = staging.numpy()
 
     def scatter(self, block: npt.NDArray[np.uint8], pages_in_block: int, first: int, pages: Int32Array) -> None:
@@ -48,23 +71,12 @@ class DeviceBlocks:
         if not len(pages):
             return
         size = pages_in_block * self.page_bytes
-        staging = self._stage(size)
+        staging = self._staging.memory(size)
         staging.numpy()[:] = block[:size]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._staging.stream):
             source = staging.to(self._device, non_blocking=True).view(self._pieces, pages_in_block, self._piece_bytes)
             self._pages.index_copy_(1, self._index(pages), source[:, first : first + len(pages)])
-        self._wait()
+        self._staging.wait()
 
     def _index(self, pages: Int32Array) -> torch.Tensor:
         return torch.from_numpy(pages.astype(np.int64)).to(self._device)
-
-    def _stage(self, size: int) -> torch.Tensor:
-        if len(self._staging) < size:
-            # Pinned memory belongs to the current device; without the stream that is device 0 on every rank.
-            with torch.cuda.stream(self._stream):
-                self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-        return self._staging[:size]
-
-    def _wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()

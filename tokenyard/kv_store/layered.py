@@ -7,7 +7,7 @@ from tokenyard.kv_store.store import Block, BlockStore, MemoryStore, StoreCounte
 
 
 class LayeredStore:
-    """Writes each block to `upper` and `lower`; a block that is only in `lower` is copied to `upper` when read.
+    """Keeps blocks in `upper` and writes them to `lower`; one that is only in `lower` is copied to `upper` when read.
 
     See `store.BlockStore`.
     """
@@ -41,14 +41,25 @@ class LayeredStore:
         """Length of the longest prefix of `digests` that may be stored, as far as this process knows."""
         return self._count(digests, self._lower.count_maybe_stored)
 
+    def find_slow(self, digests: list[bytes]) -> list[int]:
+        """The places in `digests` of the blocks that are not in the upper store."""
+        return [place for place, digest in enumerate(digests) if self._upper.lacks(digest)]
+
+    def lacks(self, digest: bytes) -> bool:
+        """Whether the lower store lacks a block."""
+        return self._lower.lacks(digest)
+
     def touch(self, digests: list[bytes]) -> None:
         """Mark the blocks of a prompt (in order) as used; the first is evicted last."""
         self._upper.touch(digests)
         self._lower.touch(digests)
 
-    def put(self, digest: bytes, block: Block) -> bool:
-        """Store a block in both; False if the lower one had it. Raises what the lower one raises."""
+    def put_in_memory(self, digest: bytes, block: Block) -> None:
+        """Store a block in the upper store."""
         self._upper.put(digest, block)
+
+    def put(self, digest: bytes, block: Block) -> bool:
+        """Store a block in the lower store; False if it had it. Raises what that raises."""
         return self._lower.put(digest, block)
 
     def get(self, digest: bytes, block: Block) -> bool:

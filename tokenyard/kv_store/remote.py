@@ -104,10 +104,21 @@ class RemoteStore:
         """All of `digests`, as other engines may have stored them; 0 while the store is unavailable."""
         return 0 if self.unavailable else len(digests)
 
+    def find_slow(self, digests: list[bytes]) -> list[int]:
+        """All places: no block is in host memory."""
+        return list(range(len(digests)))
+
+    def lacks(self, digest: bytes) -> bool:
+        """Whether a block is not known to be stored."""
+        return digest not in self._known
+
     def touch(self, digests: list[bytes]) -> None:
         """Mark the blocks as used in this process. The server's eviction uses its own reads."""
         with self._lock:
             touch_all(self._known, digests)
+
+    def put_in_memory(self, digest: bytes, block: Block) -> None:
+        """Nothing: there is no store in host memory."""
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Write a block (`padded` bytes); False if it was known to be stored. Raises RespError, or StoreFullError if

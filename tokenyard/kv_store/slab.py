@@ -97,12 +97,23 @@ class SlabStore:
         """The same as `count_stored`."""
         return self.count_stored(digests)
 
+    def find_slow(self, digests: list[bytes]) -> list[int]:
+        """All places: no block is in host memory, as far as this process knows."""
+        return list(range(len(digests)))
+
+    def lacks(self, digest: bytes) -> bool:
+        """Whether a block is not stored."""
+        return digest not in self._index
+
     def touch(self, digests: list[bytes]) -> None:
         """Mark the blocks of a prompt (in order) as used; the first is evicted last."""
         with self._lock:
             touch_all(self._index, digests)
 
     # ---- blocks ----------------------------------------------------------------------------------------------------
+
+    def put_in_memory(self, digest: bytes, block: Block) -> None:
+        """Nothing: there is no store in host memory."""
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Write a block (`padded` bytes); False if it was stored already. Raises OSError, or StoreFullError if the disk

@@ -105,8 +105,17 @@ class BlockStore(Protocol):
         `count_stored` only for a store that other engines write to.
         """
 
+    def find_slow(self, digests: list[bytes]) -> list[int]:
+        """The places in `digests` of the blocks that are not in host memory. Some may not be stored at all."""
+
+    def lacks(self, digest: bytes) -> bool:
+        """Whether `put` would write a block, as far as this process knows."""
+
     def touch(self, digests: list[bytes]) -> None:
         """The blocks of a prompt, in order, were used: the first one stays longest."""
+
+    def put_in_memory(self, digest: bytes, block: Block) -> None:
+        """Keep a copy of a block in host memory, if this store has some in front of another one. Does not block."""
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Store a block; False if it was stored already. Raises OSError or StoreFullError, and then stores nothing."""
@@ -153,10 +162,21 @@ class MemoryStore:
         """The same."""
         return self.count_stored(digests)
 
+    def find_slow(self, digests: list[bytes]) -> list[int]:
+        """None is."""
+        return []
+
+    def lacks(self, digest: bytes) -> bool:
+        """Whether a block is not stored."""
+        return digest not in self._blocks
+
     def touch(self, digests: list[bytes]) -> None:
         """The blocks of a prompt, in order, were used: the first one stays longest."""
         with self._lock:
             touch_all(self._blocks, digests)
+
+    def put_in_memory(self, digest: bytes, block: Block) -> None:
+        """Nothing: `put` does that."""
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Store a copy of a block; False if it was stored already. Raises StoreFullError if `max_blocks` is 0."""

@@ -571,8 +571,8 @@ class SchedulerState:
     def reset_memory(self) -> None:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
         self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows, self.info.windows)
-        tiers = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
-        self.stores: KvStoreQueue | None = KvStoreQueue(self.settings, self.memory) if tiers else None
+        has_store = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
+        self.stores: KvStoreQueue | None = KvStoreQueue(self.settings, self.memory) if has_store else None
         if self.settings.enable_kv_events:
             # Clearing the new tree emits an event, on which subscribers drop their state of the old one.
             self.memory.tree.clear()

@@ -218,8 +218,8 @@
     const error = tick.step_time_error;
     const budget = tick.budget_tokens > 0 ? `at most ${number(tick.budget_tokens)} prompt tokens a step` : "";
     $("budget").textContent = [budget, error === null || error === undefined ? "" : `cost model off by ${percent(error)}`].filter(Boolean).join(" · ");
-    const tiers = Object.entries(tick.tiers).map(([name, tier]) => `${name}: ${number(tier.tokens)} tokens, ${number(tier.bytes / 1e6)} MB${tier.loading ? `, ${tier.loading} loading` : ""}`);
-    $("kv-note").textContent = [`${number(tick.kv.total)} tokens, ${number(tick.kv.free)} free`, ...tiers].join(" · ");
+    const stores = Object.entries(tick.kv_store).map(([name, store]) => `${name}: ${number(store.tokens)} tokens, ${number(store.bytes / 1e6)} MB${store.loading ? `, ${store.loading} loading` : ""}`);
+    $("kv-note").textContent = [`${number(tick.kv.total)} tokens, ${number(tick.kv.free)} free`, ...stores].join(" · ");
   }
   /* A missed sample repeats the one before it, for up to 8 bins. */
   function bridged(values) {

@@ -8,7 +8,10 @@ from typing import Any
 import msgspec
 
 from tokenyard.base import ConfigError, ExecutorInfo, SchedulerSettings
+from tokenyard.kv_store.machine import KvStoreLimits
 from tokenyard.policy.tenant_limits import rank_share
+
+LIMITS = KvStoreLimits()
 
 
 def usable_cores() -> int:
@@ -52,9 +55,8 @@ class KvStoreConfig:
     folder: folder of the slabs; rank r > 0 uses `rank-r` in it.
     max_gb: limit of the slabs, in 10^9 bytes.
     min_free_gb: space that the disk keeps free, in 10^9 bytes.
-    write_mb_s: write limit in 10^6 bytes per second, 0 for none.
-    prefetch_policy: how long a request waits for stored KV: "best_effort" (not at all), "wait_complete", or "timeout".
-    timeout_s, timeout_per_1k_tokens_s: the timeout, in seconds.
+    write_mb_s: limit of writes to a disk in 10^6 bytes per second, 0 for none.
+    prefetch_policy, timeout_s, timeout_per_1k_tokens_s: how long a request waits for stored KV; see `KvStoreLimits`.
     """
 
     enabled: bool = False
@@ -65,10 +67,16 @@ class KvStoreConfig:
     folder: str = ""
     max_gb: float = 10.0
     min_free_gb: float = 1.0
-    write_mb_s: float = 0.0
-    prefetch_policy: str = "timeout"
-    timeout_s: float = 1.0
-    timeout_per_1k_tokens_s: float = 0.25
+    write_mb_s: float = LIMITS.write_mb_s
+    prefetch_policy: str = LIMITS.prefetch_policy
+    timeout_s: float = LIMITS.timeout_s
+    timeout_per_1k_tokens_s: float = LIMITS.timeout_per_1k_tokens_s
+
+    @property
+    def limits(self) -> KvStoreLimits:
+        """How long requests wait, and how fast KV is written: without a limit except to a disk."""
+        write_mb_s = self.write_mb_s if self.backend == "disk" else 0.0
+        return KvStoreLimits(write_mb_s, self.prefetch_policy, self.timeout_s, self.timeout_per_1k_tokens_s)
 
     def disk_tokens(self, kv_bytes_per_token: int) -> int:
         """How many tokens a rank's own disk holds; 0 for none, and where the bytes of a token are not known."""

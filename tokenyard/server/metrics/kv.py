@@ -44,7 +44,7 @@ _TRANSFER_TOTALS = {"moved_bytes": "bytes of KV received from other engines"}
 
 def kv_families(model: str, snapshot: Mapping[str, Any]) -> Iterable[Metric]:
     """Metric families from a scheduler snapshot; none for features that are off."""
-    stores, transfers = snapshot.get("tiers", {}), snapshot.get("transfer", {})
+    stores, transfers = snapshot.get("kv_store", {}), snapshot.get("transfer", {})
     if stores:
         yield from _families("tokenyard_hicache_", model, stores, _STORE_GAUGES, _STORE_TOTALS)
         name, text = "tokenyard_hicache_unstored_tokens", "tokens of KV that were evicted before they were stored"

@@ -117,7 +117,7 @@ async def cache(state: State) -> dict[str, Any]:
     """
     counters = await state.control.snapshot(TRANSFER_TIMEOUT_S)
     paused = {name: counters[name] for name in ("paused_requests",) if name in counters}
-    return {"ranks": counters.get("tiers", {}), **paused}
+    return {"ranks": counters.get("kv_store", {}), **paused}
 
 
 @router.get("/health_generate")
@@ -318,8 +318,13 @@ async def server_info(state: State) -> dict[str, Any]:
         "dp_size": size,
         "disaggregation_bootstrap_ports": [ports.get(rank, 0) for rank in range(size)] if any(ports.values()) else [],
         "heartbeat_age_s": age_s if math.isfinite(age_s) else None,
-        "internal_states": [*ranks.values()],
+        "internal_states": [_with_old_names(counters) for counters in ranks.values()],
     }
+
+
+def _with_old_names(counters: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a rank, with the names of keys until the next release."""
+    return {**counters, "tiers": counters["kv_store"]} if "kv_store" in counters else {**counters}
 
 
 def _bootstrap_port(counters: Mapping[str, Any]) -> int:

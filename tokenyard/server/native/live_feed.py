@@ -173,15 +173,18 @@ class LiveFeed:
 def _scheduler_part(counters: Mapping[str, Any]) -> dict[str, Any]:
     """Counts, totals and the policy, from the schedulers' counters."""
     totals = counters.get("counters", {})
+    kv_stores = kv_stores_of(counters.get("kv_store", {}))
     return {
         "counts": {name: counters.get(name, 0) for name in COUNTS},
         "totals": {name: totals.get(name, 0) for name in TOTALS},
         **{name: counters.get(name) for name in POLICY},
-        "tiers": tiers_of(counters.get("tiers", {})),
+        "kv_store": kv_stores,
+        # The key's name until the next release.
+        "tiers": kv_stores,
     }
 
 
-def tiers_of(described: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+def kv_stores_of(described: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """Tokens, bytes and running loads of all ranks' KV stores, by back end (disk, host and others)."""
     found: dict[str, dict[str, int]] = {}
     for rank in described.values():

@@ -107,7 +107,7 @@ class SimKvStore:
             slow_s=self._disk_ns / NS_PER_S,
         )
         limits = settings.limits if settings.disk_gb else replace(settings.limits, write_mb_s=0.0)
-        self._machine = KvStoreMachine(limits, sizes, cost, Gate.KV)
+        self.machine = KvStoreMachine(limits, sizes, cost, Gate.KV)
         self._reads, self._writes, self._copies = IoChannel(at), IoChannel(at), IoChannel(at)
         self._jobs: dict[int, tuple[IoChannel, ChannelJob]] = {}
         """Open jobs by op."""
@@ -123,7 +123,7 @@ class SimKvStore:
     @property
     def busy(self) -> bool:
         """Whether requests wait for KV from the store."""
-        return bool(self._machine.loading)
+        return bool(self.machine.loading)
 
     # ---- calls from the simulation ---------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class SimKvStore:
         if stored is None:
             return request
         self._handle(Submitted(request.number, stored, cached), now)
-        return replace(request, awaits_kv=self._machine.awaits_kv(request.number))
+        return replace(request, awaits_kv=self.machine.awaits_kv(request.number))
 
     def take(self, moves: list[KvMove], now: int) -> list[KvMove]:
         """After a turn of the scheduler: start the stores and loads among `moves`; returns the other moves."""
@@ -145,7 +145,7 @@ class SimKvStore:
         self._ended.clear()
         rest: list[KvMove] = []
         for move in moves:
-            if isinstance(move, Store) or (isinstance(move, Load) and self._machine.has_stored(move.number)):
+            if isinstance(move, Store) or (isinstance(move, Load) and self.machine.has_stored(move.number)):
                 self._handle(move, now)
             else:
                 rest.append(move)
@@ -154,12 +154,12 @@ class SimKvStore:
 
     def ended(self, number: int) -> None:
         """A request has ended. The scheduler may be in the middle of a turn, so `take` handles it."""
-        if self._machine.has_stored(number):
+        if self.machine.has_stored(number):
             self._ended.append(number)
 
     def close(self, unstored: int) -> KvStoreTotals:
         """The totals; `unstored` tokens were evicted before they were stored."""
-        counters = self._machine.counters
+        counters = self.machine.counters
         return KvStoreTotals(
             stored=counters.written_bytes // self._block_bytes * self._block,
             loaded=counters.loaded_tokens,
@@ -178,9 +178,9 @@ class SimKvStore:
         """Hand an event to the machine, and carry out what it says."""
         if not self.alive:
             return
-        for action in self._machine.handle(event, now):
+        for action in self.machine.handle(event, now):
             self._carry_out(action, now)
-        due_ns = self._machine.next_ns()
+        due_ns = self.machine.next_ns()
         if due_ns < self._tick_ns:
             self._tick_ns = due_ns
             self._at(max(due_ns, now), self._tick)
@@ -233,7 +233,7 @@ class SimKvStore:
         if not (len(self.disk) or len(self._host)):
             return
         for one in self._core.requeued(max_requests):
-            if not self._machine.has_stored(one.number):
+            if not self.machine.has_stored(one.number):
                 stored = self._look_up(one.namespace, one.known_ids, one.cached)
                 if stored is not None:
                     self._handle(Requeued(one.number, stored, one.cached), now)
