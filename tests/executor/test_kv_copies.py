@@ -1,5 +1,6 @@
 """KV that is copied from and to a device, against the same copies in host memory."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,3 +40,28 @@ def test_a_block_is_the_same_from_a_device_and_from_memory(device, dtype):
     view.scatter(expected, 4, 1, into)
     blocks.scatter(found, 4, 0, into[:0])
     assert torch.equal(there.tensor.cpu(), here.tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_threads_copy_at_the_same_time(device):
+    made = pool(device, torch.float32)
+    blocks, expected = DeviceBlocks(made), made.tensor.cpu().clone()
+    wrong = []
+
+    def copy(page: int) -> None:
+        pages, block = np.array([page, page + 1], np.int32), block_buffer(2 * blocks.page_bytes)
+        blocks.gather(pages, block)
+        first = block.copy()
+        for _ in range(50):
+            blocks.scatter(block, 2, 0, pages)
+            blocks.gather(pages, block)
+            if not (block == first).all():
+                wrong.append(page)
+
+    threads = [threading.Thread(target=copy, args=(page,)) for page in (1, 3, 5, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert torch.equal(made.tensor.cpu(), expected)
