@@ -9,7 +9,12 @@ from tokenyard.sim.traces.csv_formats import AZURE, BURSTGPT, VIDUR, csv_values
 from tokenyard.sim.traces.trace_files import json_object, read_lines, read_members
 
 LINES_CHECKED = 50
+SESSION_HEAD_BYTES = 4096
+"""The fields of a session of kv-cache-tester come before its requests."""
 _JSON_FIELDS = (
+    ("mooncake-sessions", {"session_id", "input_length", "output_length", "hash_ids"}),
+    ("llmservingsim", {"arrival_time_ns", "sub_requests"}),
+    ("genai-spans", {"resourceSpans"}),
     ("bailian", {"chat_id", "input_length", "output_length", "hash_ids"}),
     ("mooncake", {"input_length", "output_length", "hash_ids"}),
     ("vllm-measured", {"input_tok_ids", "output_toks"}),
@@ -45,6 +50,9 @@ def _of_members(path: Path) -> str:
         return ""
     if next(read_members(path, "-trace.csv"), None):
         return "servegen"
+    name, raw = next(read_members(path, ".json"), ("", b""))
+    if b'"hash_id_scope"' in raw[:SESSION_HEAD_BYTES]:
+        return "kv-cache-tester"
     name, raw = next(read_members(path, ".jsonl"), ("", b""))
     found = _of_json(name, raw.partition(b"\n")[0].decode("utf-8-sig", "replace"))
     return found if found == "lmcache-agent" else ""

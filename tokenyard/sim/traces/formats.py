@@ -12,6 +12,7 @@ servegen      folder or tar of client models; requests are drawn from them
 vllm-measured JSON lines: input_toks, output_toks, arrival_time_ns, input_tok_ids
 lmcache-agent folder or tar of sessions, or one session's file, whole texts; needs a tokenizer
 kv-cache-tester folder or tar of sessions of coding agents, lengths and block hashes (see `kv_cache_tester`)
+mooncake-sessions, llmservingsim, genai-spans: sessions, see the modules of these names
 """
 
 import difflib
@@ -24,10 +25,14 @@ import numpy as np
 
 from tokenyard.base import INCOMPLETE, ConfigError, Int32Array
 from tokenyard.sim.traces.csv_formats import in_seconds, read_azure, read_burstgpt, read_vidur, seconds_of
+from tokenyard.sim.traces.genai_spans import read_genai_spans
 from tokenyard.sim.traces.kv_cache_tester import read_kv_cache_tester
+from tokenyard.sim.traces.llmservingsim import read_llmservingsim
+from tokenyard.sim.traces.lmcache_agent import read_lmcache_agent
+from tokenyard.sim.traces.mooncake_sessions import read_mooncake_sessions
 from tokenyard.sim.traces.read_options import REJECTED_REASONS, ReadOptions, build_workload
 from tokenyard.sim.traces.servegen import read_servegen
-from tokenyard.sim.traces.trace_files import json_object, number, read_lines, read_members, whole
+from tokenyard.sim.traces.trace_files import json_object, number, read_lines, whole
 from tokenyard.sim.traces.workload import MAX_TOKENS, Workload, WorkloadBuilder
 
 HASH_BLOCK_TOKENS = 512
@@ -310,30 +315,6 @@ def read_vllm_measured(path: Path, options: ReadOptions) -> Workload:
     return build_workload(builder, options, read_lines(path), take)
 
 
-def read_lmcache_agent(path: Path, options: ReadOptions) -> Workload:
-    """LMCache's agent sessions: one file per session, one line per call. The file's name is the tenant."""
-    tokenize = options.tokenizer(path)
-    builder = WorkloadBuilder(path.name, sort=True)
-
-    def lines() -> Iterator[tuple[str, tuple[str, str]]]:
-        for name, raw in read_members(path, ".jsonl"):
-            for line_number, line in enumerate(raw.decode("utf-8-sig", "replace").split("\n"), start=1):
-                if line.strip():
-                    yield f"{name}, line {line_number}", (name.removesuffix(".jsonl"), line)
-
-    def take(where: str, member: tuple[str, str]) -> None:
-        tenant, line = member
-        record = json_object(line, where)
-        prompt, answer = record.get("input"), record.get("output")
-        if not isinstance(prompt, str) or not isinstance(answer, str):
-            raise ConfigError(f"{where}: input and output must be texts; is this the right --trace-format?")
-        ids = tokenize(prompt)
-        arrival_s = number(record, "timestamp", where) / 1e6
-        builder.add(where, arrival_s, len(ids), len(tokenize(answer)), ids=ids, tenant=tenant)
-
-    return build_workload(builder, options, lines(), take, whole_file=True)
-
-
 def _servegen(path: Path, options: ReadOptions) -> Workload:
     return read_servegen(path, options.seed, options.limit, options.skip_bad)
 
@@ -351,6 +332,9 @@ TRACE_FORMATS: dict[str, Callable[[Path, ReadOptions], Workload]] = {
     "vllm-measured": read_vllm_measured,
     "lmcache-agent": read_lmcache_agent,
     "kv-cache-tester": read_kv_cache_tester,
+    "mooncake-sessions": read_mooncake_sessions,
+    "llmservingsim": read_llmservingsim,
+    "genai-spans": read_genai_spans,
 }
 
 

@@ -7,7 +7,6 @@ type `subagent` has `duration_ms` and `requests` of its own; it runs between the
 """
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -152,8 +151,3 @@ def _turn(request: _Request, after: tuple[int, ...], gap_s: float, prefix: tuple
         runs=as_runs(request.hash_ids),
         shared=shared,
     )
-
-
-def is_session_file(record: dict[str, Any]) -> bool:
-    """Whether a JSON object is a session in this form."""
-    return {"requests", "hash_id_scope"} <= record.keys()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tokenyard.base import Int32Array, Int64Array
-from tokenyard.sim.traces.conversations import common_tokens
+from tokenyard.sim.traces.conversations import Conversations, common_tokens
 from tokenyard.sim.traces.prompt_ids import STREAM_TOKENS, UNIQUE_STREAM, Content, SlicedContent, TokenContent
 from tokenyard.sim.traces.sessions import (
     SessionOptions,
@@ -18,8 +18,8 @@ from tokenyard.sim.traces.sessions import (
 )
 from tokenyard.sim.traces.workload import Workload, uniform_columns
 
-MAX_SPREAD = 8
-"""Block ids are renumbered if they are spread over more than so many times as many numbers."""
+MAX_SPREAD_TOKENS = STREAM_TOKENS << 10
+"""Block ids are renumbered if they are spread over more tokens than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ def _reusable(turn: Turn, earlier: Turn, block_tokens: int) -> int:
     """
     longest = turn.prompt_tokens - 1
     if turn.ids is not None and earlier.ids is not None:
-        return min(common_tokens(turn.ids, earlier.ids), longest)
+        # The last token of an answer is never an input, so its KV does not exist.
+        before = earlier.ids if earlier.answer is None else np.concatenate((earlier.ids, earlier.answer[:-1]))
+        return min(common_tokens(turn.ids, before), longest)
     if turn.runs is None or earlier.runs is None:
         return 0
     return min(common_blocks(turn.runs, earlier.runs), longest // block_tokens) * block_tokens
@@ -133,8 +135,12 @@ def _reusable(turn: Turn, earlier: Turn, block_tokens: int) -> int:
 def _content(trace: SessionTrace, records: Sequence[SessionRecord]) -> Content:
     """The token ids of all prompts."""
     if not trace.block_tokens:
-        turns = (turn for record in records for turn in record.turns)
-        return TokenContent([turn.ids if turn.ids is not None else np.zeros(0, np.int32) for turn in turns])
+        conversations, none = Conversations(), np.zeros(0, np.int32)
+        turns = [turn for record in records for turn in record.turns]
+        known = [
+            (none if turn.ids is None else turn.ids, none if turn.answer is None else turn.answer) for turn in turns
+        ]
+        return TokenContent([conversations.add(index, *texts) for index, texts in enumerate(known)])
     slices, block = _Slices(), trace.block_tokens
     if trace.shared_ids:
         slices.number_blocks([turn for record in records for turn in record.turns], block)
@@ -166,7 +172,7 @@ class _Slices:
             return
         low, high = int(runs[:, 0].min()), int((runs[:, 0] + runs[:, 1]).max())
         self._known = None
-        if high - low > MAX_SPREAD * int(runs[:, 1].sum()):
+        if (high - low) * block_tokens > MAX_SPREAD_TOKENS:
             self._known = np.unique(np.concatenate([np.arange(first, first + count) for first, count in runs]))
             low, high = 0, len(self._known)
         self._base = self._next_stream * STREAM_TOKENS - low * block_tokens

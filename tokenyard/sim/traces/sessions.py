@@ -43,6 +43,8 @@ class Turn:
     """int64[n, 2], the blocks of the prompt as (first id, number of ids in sequence)."""
     ids: Int32Array | None = None
     """int32[n], the token ids of the prompt."""
+    answer: Int32Array | None = None
+    """int32[n], the token ids of the answer, which later prompts may repeat; known only with `ids`."""
     shared: tuple[tuple[str, int], ...] = ()
     """(name, tokens): beginnings of the prompt that all prompts with that name have in common. They replace as many
     tokens of `runs`."""
