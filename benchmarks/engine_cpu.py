@@ -23,7 +23,7 @@ DEMO_MODEL = Path(__file__).resolve().parents[1] / "tokenyard" / "demo_model"
 
 def config():
     options = {"step_ms": STEP_MS, "max_total_tokens": 400_000, "page_size": 16, "check_kv": False}
-    return EngineConfig(str(DEMO_MODEL), "mock", options, log_level="warning")
+    return EngineConfig(str(DEMO_MODEL), executor="mock", executor_options=options, log_level="warning")
 
 
 def cpu_s():

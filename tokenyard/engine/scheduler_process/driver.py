@@ -140,7 +140,8 @@ class Driver:
         if self._counters_stale and not self._scheduler.has_work:
             # Otherwise an idle engine would report its last busy counters until the next message.
             timeout_ns = min(timeout_ns, COUNTERS_INTERVAL_NS)
-        self._state.enter("idle" if timeout_ns else "host")
+        if timeout_ns:
+            self._state.enter("idle")
         messages = self._port.receive(timeout_ns)
         self._state.enter("host")
         for message in messages or ():
@@ -157,7 +158,7 @@ class Driver:
         for poll in self._hooks.poll:
             self._apply_all(poll(now), now)
         with self._guard.watch():
-            plan = self._scheduler.plan(time.monotonic_ns())
+            plan = self._scheduler.plan(now)
         if self._guard.stalled:
             self._replace_policy()
         # Loads begin while the step runs.
