@@ -16,6 +16,7 @@ import pytest
 
 from tests.engine.engines import mock_config, one_for_many
 from tokenyard.base import (
+    ConfigError,
     EngineDeadError,
     InvalidRequestError,
     LogprobOptions,
@@ -268,6 +269,14 @@ def test_abort_pause_continue_and_flush():
         assert await manager.flush_cache()
 
     with_engine(work, step_ms=3.0)
+
+
+def test_a_call_to_a_feature_that_is_off_is_refused(in_engine):
+    async def work(manager):
+        with pytest.raises(ConfigError, match="clear_store: the feature is off in this engine"):
+            await manager.clear_store()
+
+    in_engine(work)
 
 
 def test_wrong_requests_cost_no_other_request(in_engine):
