@@ -1,7 +1,7 @@
-"""The same requests lead to the same choices in the simulator and in the router.
+"""The same events lead to the same decisions in the simulator and in the router.
 
-The simulator serves a workload and tells when each request came, was sent and where, saw its first token and ended. The
-real router is then given the same events at the same times; all of it runs but the connections to workers.
+The simulator serves a workload, with faults and drains. What its routers report to the dispatch machine is then
+reported to a real router at the same times; all of it runs but the connections to workers.
 """
 
 import asyncio
@@ -15,44 +15,97 @@ from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.proxy import Router
 from tokenyard.router.proxy_exchange import Exchange
 from tokenyard.router.router_settings import RouterSettings
+from tokenyard.routing.dispatch import Dispatcher, Send
 from tokenyard.routing.load import preempts_by
 from tokenyard.routing.policies import POLICIES
-from tokenyard.sim.fleet.fleet_settings import Fleet
-from tokenyard.sim.fleet.sim_router import SimRouter
+from tokenyard.routing.workers import Workers
+from tokenyard.sim.fleet.fleet_settings import Drain, Fault, Fleet
+from tokenyard.sim.fleet.sim_router import SimRouter, SimRouting
 from tokenyard.sim.simulate import simulate
 from tokenyard.sim.traces.synthetic import synthetic
 
-ARRIVES, BEGINS, ENDS = range(3)
 REPLICAS, ROOM = 4, 5
 PREEMPTS_BY = {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 1}
-CASES = [(policy, "shared-prefix", 0, {}) for policy in POLICIES] + [
-    ("predicted_ttft", "classes", ROOM, {}),
-    ("predicted_ttft", "classes", ROOM, PREEMPTS_BY),
-    ("least_load", "tenants", ROOM, {}),
+TROUBLE = {"faults": (Fault(0.5, 1, 1.0), Fault(1.0, 3, 0.5)), "drains": (Drain(0.7, 0, 1.0),)}
+CROWDED = {"max_worker_requests": 2, "queue_size": 12, "queue_timeout_s": 1.0, "queue_aging_s": 0.5}
+CASES = [(policy, "shared-prefix", {}, {}) for policy in POLICIES] + [
+    ("predicted_ttft", "classes", {"max_worker_requests": ROOM}, {}),
+    ("predicted_ttft", "classes", {"max_worker_requests": ROOM}, PREEMPTS_BY),
+    ("least_load", "tenants", {"max_worker_requests": ROOM}, {}),
+    ("predicted_ttft", "shared-prefix", TROUBLE, {}),
+    ("predicted_ttft", "classes", {"max_worker_requests": ROOM, **TROUBLE}, PREEMPTS_BY),
+    ("cache_aware", "tenants", CROWDED, {}),
+    ("predicted_ttft", "classes", {**CROWDED, **TROUBLE}, {}),
 ]
+
+
+class Log:
+    """What a driver reports to its dispatch machine, and what the machine decides."""
+
+    def __init__(self, number_of):
+        self.number_of, self.events, self.decisions = number_of, [], []
+        self._depth = 0
+
+    def record(self, monkeypatch):
+        for name in ("arrived", "place", "first_token", "released", "ended"):
+            self._wrap(monkeypatch, Dispatcher, name, self._request)
+        for name in ("serve", "tick"):
+            self._wrap(monkeypatch, Dispatcher, name, lambda now: (now,))
+        for name in ("drain", "down", "probed"):
+            self._wrap(monkeypatch, Workers, name, lambda worker, **options: (int(worker.name[1:]), options))
+
+    def _request(self, request, now=None):
+        return self.number_of(request), now
+
+    def _wrap(self, monkeypatch, kind, name, describe):
+        original = getattr(kind, name)
+
+        def wrapped(subject, *args, **options):
+            if not self._depth:
+                self.events.append((name, *describe(*args, **options)))
+            self._depth += 1
+            try:
+                actions = original(subject, *args, **options)
+            finally:
+                self._depth -= 1
+            if isinstance(actions, list) and not self._depth:
+                self.decisions += [self._decision(action, args[-1]) for action in actions]
+            return actions
+
+        monkeypatch.setattr(kind, name, wrapped)
+
+    def _decision(self, action, now):
+        number = self.number_of(action.request)
+        return (number, action.choice.target.name[1:] if isinstance(action, Send) else action.cause, now)
 
 
 class Driven:
     """A router in virtual time, without connections."""
 
-    def __init__(self, policy, room, settings, salts, monkeypatch):
+    def __init__(self, policy, fleet, settings, salts, monkeypatch):
         self.now_ns = 0
-        self.router = Router(RouterSettings(policy=policy, max_worker_requests=room or 256, queue_timeout_secs=1e6))
+        self.router = Router(
+            RouterSettings(
+                policy=policy,
+                max_worker_requests=fleet.max_worker_requests or 256,
+                queue_size=fleet.queue_size,
+                queue_timeout_secs=fleet.queue_timeout_s,
+                queue_aging_secs=fleet.queue_aging_s,
+                health_success_threshold=1,
+            )
+        )
         self.router.now_ns = lambda: self.now_ns
-        self.chosen, self.exchanges = {}, {}
-        monkeypatch.setattr(Exchange, "_go", lambda exchange, target: self._sent(exchange, target))
+        self.exchanges = {}
+        monkeypatch.setattr(Exchange, "dispatched", lambda exchange: None)
         monkeypatch.setattr(self.router.health, "watch", lambda worker: None)
+        self.workers = []
         for number, salt in enumerate(salts):
             worker = self.router.add_worker(f"http://127.0.0.1:{9000 + number}", "test")
             worker.targets[0].state.salt = salt
             worker.preempts_by = preempts_by(settings)
-            self.router.workers.set_healthy(worker, True)
+            self.workers.append(worker)
 
-    def _sent(self, exchange, target):
-        number = exchange.parsed.fields["number"]
-        self.chosen[number] = (int(target.name[1:]), self.now_ns)
-
-    def arrives(self, request):
+    def arrived(self, request):
         body = {
             "number": request.number,
             "prompt": request.prompt_ids.tolist(),
@@ -64,55 +117,82 @@ class Driven:
         incoming = ClientRequest(
             b"POST", b"/v1/completions", [], True, False, json.dumps(body).encode(), "/v1/completions"
         )
-        front = SimpleNamespace(fail=lambda error: None, end=lambda keep=True: None)
-        self.exchanges[request.number] = self.router._data(front, incoming)
+        front = SimpleNamespace(fail=lambda error, path: None, end=lambda keep=True: None, paused=False)
+        self.exchanges[request.number] = self.router.handle(front, incoming)
 
-    def begins(self, number):
-        self.router.machine.first_token(self.exchanges[number], self.now_ns)
-
-    def end(self, number, prompt_tokens, cached_tokens):
-        exchange = self.exchanges.pop(number)
+    def learned(self, number, prompt_tokens, cached_tokens):
+        exchange = self.exchanges[number]
         self.router.learn(exchange.parsed, exchange.sent, prompt_tokens, cached_tokens)
-        exchange._close()
+
+    def replay(self, name, subject, detail):
+        """Report one event to the machine, as the router does."""
+        router, machine = self.router, self.router.machine
+        match name:
+            case "serve":
+                router.perform(machine.serve(self.now_ns))
+            case "tick":
+                router.sweep()
+            case "drain" | "down" | "probed":
+                getattr(router.workers, name)(self.workers[subject], **detail)
+            case "place":
+                router.perform(machine.place(self.exchanges[subject], self.now_ns))
+            case "first_token":
+                machine.first_token(self.exchanges[subject], self.now_ns)
+            case "released":
+                machine.released(self.exchanges[subject])
+            case "ended" if not self.exchanges[subject].over:
+                self.exchanges[subject].client_gone()
 
 
-@pytest.mark.part(3)
-@pytest.mark.parametrize(("policy", "kind", "room", "settings"), CASES)
-def test_the_router_chooses_what_the_simulator_chose(policy, kind, room, settings, monkeypatch):
+@pytest.mark.parametrize(("policy", "kind", "options", "settings"), CASES)
+def test_the_router_decides_what_the_simulator_decided(policy, kind, options, settings, monkeypatch):
     traffic = synthetic(kind, 120, 40.0, seed=3)
-    fleet = Fleet(max_worker_requests=room, queue_timeout_s=1e6)
+    fleet = Fleet(**{"queue_timeout_s": 1e6, **options})
     chosen = setup(settings={"disable_radix_cache": False, **settings}, replicas=REPLICAS, router=policy, fleet=fleet)
-    targets = []
-    add = SimRouter.add
-    monkeypatch.setattr(
-        SimRouter, "add", lambda self, *a: (add(self, *a), targets.extend(w.targets[0].state for w in self.workers))[0]
-    )
-    simulated = simulate(traffic, chosen)
-    found = asyncio.run(replayed(simulated, policy, room, settings, [target.salt for target in targets], monkeypatch))
-    served = range(len(traffic))
-    assert [found[number] for number in served] == [
-        (int(simulated.place[n]), int(simulated.sent_ns[n])) for n in served
-    ]
-    assert len({place for place, _ in found.values()}) == REPLICAS
-    assert not room or (simulated.sent_ns > simulated.arrival_ns).any()
+    log, targets = Log(lambda request: request.request.number), []
+    with monkeypatch.context() as patches:
+        add, finished = SimRouter.add, SimRouting.finished
+
+        def added(router, *args):
+            add(router, *args)
+            targets.extend(worker.targets[0].state for worker in router.workers)
+
+        def learned(routing, finish):
+            log.events.append(("learned", finish.number, finish.cached_tokens))
+            finished(routing, finish)
+
+        patches.setattr(SimRouter, "add", added)
+        patches.setattr(SimRouting, "finished", learned)
+        log.record(patches)
+        simulated = simulate(traffic, chosen)
+    salts = [target.salt for target in targets]
+    decisions = asyncio.run(replayed(log, traffic, policy, fleet, settings, salts, monkeypatch))
+    assert decisions == log.decisions
+    assert len({target for _, target, _ in decisions}) >= REPLICAS
+    assert "max_worker_requests" not in options or (simulated.sent_ns > simulated.arrival_ns).any()
+    if "queue_size" in options:
+        assert {"queue_full", "queue_timeout"} <= {what for _, what, _ in decisions}
+    if "faults" in options:
+        assert len(decisions) > len(traffic)
 
 
-async def replayed(simulated, policy, room, settings, salts, monkeypatch):
-    """Where and when the router sends each request, if all else happens as `simulated`."""
-    driven, traffic = Driven(policy, room, settings, salts, monkeypatch), simulated.workload
-    places = simulated.place.tolist()
-    events = [(at_ns, ARRIVES, 0, number) for number, at_ns in enumerate(simulated.arrival_ns.tolist())]
-    for what, times_ns in ((BEGINS, simulated.first_token_ns), (ENDS, simulated.finished_ns)):
-        events += [(at_ns, what, places[number], number) for number, at_ns in enumerate(times_ns.tolist())]
-    # At equal times arrivals come first, then the reports of each replica, one after the other.
-    for at_ns, what, _, number in sorted(events, key=lambda one: (one[0], one[1] != ARRIVES, one[2], one[1], one[3])):
-        driven.now_ns = at_ns
-        if what == ARRIVES:
-            driven.arrives(traffic.request(number))
-            await asyncio.sleep(0)
-        elif what == BEGINS:
-            driven.begins(number)
+async def replayed(log, traffic, policy, fleet, settings, salts, monkeypatch):
+    """The decisions of a router to which the events of `log` are reported."""
+    own = Log(lambda request: request.parsed.fields["number"])
+    driven = Driven(policy, fleet, settings, salts, monkeypatch)
+    own.record(monkeypatch)
+    # The driver serves its queue as soon as there is capacity; here it does when the simulator did.
+    monkeypatch.setattr(driven.router, "wake", lambda: None)
+    for name, subject, *details in log.events:
+        detail = details[0] if details else None
+        if name in ("serve", "tick"):
+            driven.now_ns = subject
+        elif isinstance(detail, int) and name != "learned":
+            driven.now_ns = detail
+        if name == "arrived":
+            driven.arrived(traffic.request(subject))
+        elif name == "learned":
+            driven.learned(subject, int(traffic.prompt_tokens[subject]), detail)
         else:
-            driven.end(number, int(traffic.prompt_tokens[number]), int(simulated.cached_tokens[number]))
-            await asyncio.sleep(0)
-    return driven.chosen
+            driven.replay(name, subject, detail)
+    return own.decisions

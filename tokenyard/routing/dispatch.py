@@ -469,6 +469,9 @@ class Dispatcher(Generic[W, R]):
             queue.remove(lowest)
             lowest.item.waiting = None
             refused.append(Refuse(lowest.item, QUEUE_FULL))
+        if not queue:
+            # Nothing else waits, and this request has just found no capacity.
+            self.workers.capacity_freed = False
         self.queued += 1
         arrived_s = request.arrived_ns / NS_PER_S
         deadline_s = math.inf if facts.deadline_ns is None else arrived_s + facts.deadline_ns / NS_PER_S
