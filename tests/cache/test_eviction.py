@@ -145,7 +145,7 @@ def test_the_order_survives_thousands_of_inserts_hits_and_evictions(policy):
         if step % 3 == 0:
             tree.evict(1)
     tree.check()
-    (root,) = tree._roots.values()
+    (root,) = tree.roots()
     expected = [int(node.pages[0]) for node in sorted(root.children.values(), key=eviction_rank)]
     assert [int(tree.evict(1)[0]) for _ in expected] == expected
     tree.check()

@@ -5,9 +5,9 @@ import argparse
 import pytest
 
 from tokenyard.base import ConfigError
-from tokenyard.cli.bench_serve import _backend
+from tokenyard.cli.bench_serve import read_backend
 from tokenyard.cli.flags import all_settings, parse_tenants, read_config_file
-from tokenyard.cli.generate import _from_json
+from tokenyard.cli.generate import prompt_from_json
 from tokenyard.cost.profiles import load_profile
 from tokenyard.engine.text.model_files import read_json
 from tokenyard.executor.mock import load_executor
@@ -50,8 +50,8 @@ def test_the_config_of_a_server(deep):
 
 def test_words_of_the_command_line():
     with pytest.raises(ConfigError, match="not JSON"):
-        _from_json(DEEP, "line 1")
-    coroutine = _backend(None, argparse.Namespace(extra_request_body=DEEP))
+        prompt_from_json(DEEP, "line 1")
+    coroutine = read_backend(None, argparse.Namespace(extra_request_body=DEEP))
     with pytest.raises(ConfigError, match="not JSON"):
         coroutine.send(None)
 

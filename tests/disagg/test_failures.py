@@ -36,7 +36,7 @@ def computed(world: World) -> int:
 
 
 def state_of(world: World) -> str:
-    asks = list(world.d.decode_peer._prefills.values())
+    asks = list(world.d.decode_peer.prefills.values())
     return asks[0].state if asks else ""
 
 
@@ -174,7 +174,7 @@ def test_a_killed_decode_engine_costs_the_prefill_engine_nothing():
 def test_out_of_pages_the_offer_waits_and_is_given_up_in_the_end(patient):
     world = World(d={"pages": 18})
     first = world.d.yard.submit(prompt(150, seed=3), max_new=60 if patient else 100)
-    world.d.yard.executor._answer_tokens = (90, 100)
+    world.d.yard.executor.answer_tokens = (90, 100)
     world.run(lambda: world.d.yard.scheduler.snapshot(1).running == 1)
     if not patient:
         world.d.busy_until = world.now + 1800 * MS
@@ -208,7 +208,7 @@ def test_an_answer_of_one_token_moves_no_pages(max_new):
     world = World()
     if max_new > 1:
         for yard in (world.p.yard, world.d.yard):
-            yard.executor._answer_tokens = (1, 1)
+            yard.executor.answer_tokens = (1, 1)
     number = world.ask(tokens, max_new)
     world.run(lambda: number in world.d.yard.finished)
     assert len(world.d.yard.tokens[number]) == 1

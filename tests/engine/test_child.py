@@ -46,9 +46,9 @@ def test_the_task_line_leaves_the_stop_word_unread():
     read_fd, write_fd = os.pipe()
     os.write(write_fd, b"task\nstop\n")
     os.close(write_fd)
-    assert child._read_line(read_fd) == b"task\n"
+    assert child.read_line(read_fd) == b"task\n"
     assert os.read(read_fd, 100) == b"stop\n"
-    assert child._read_line(read_fd) == b""
+    assert child.read_line(read_fd) == b""
     os.close(read_fd)
 
 

@@ -413,7 +413,7 @@ def test_ranks_that_compute_together_end_with_the_first_that_is_given_up(togethe
     heard = Heard()
     watched = supervisor.Supervisor(replace(mock_config(), ranks=2, enable_dp_attention=together), None)
     watched.watch(heard)
-    watched._give_up(1, "it cannot load")
+    watched.give_up(1, "it cannot load")
     assert heard.reported == [reported]
 
 

@@ -69,7 +69,7 @@ class Driver:
         work = [(seq, count or seq.total - seq.planned) for seq, count in work]
         # Decode rows stand at the front.
         work.sort(key=lambda item: not (item[1] == 1 and item[0].planned == item[0].total - 1))
-        plan = self._plan(work)
+        plan = self.plan(work)
         plan.delay_sampling = delay
         return plan, [seq for seq, _ in work], self.executor.launch(plan)
 
@@ -102,7 +102,7 @@ class Driver:
             self.step((sequence, 1))
         return sequence.output
 
-    def _plan(self, work):
+    def plan(self, work):
         self.step_number += 1
         columns = {"tokens": [], "pages": [], "starts": []}
         sampled, starts, decode_rows = [], [], 0

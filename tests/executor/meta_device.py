@@ -118,8 +118,8 @@ def pretend_driver(monkeypatch, config, page_size):
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pinned)
     monkeypatch.setattr(torch, "tensor", _tensor)
     monkeypatch.setattr("tokenyard.executor.cuda_streams._timing_event", Event)
-    monkeypatch.setattr("tokenyard.executor.cuda_streams._upload_stream", lambda device: UPLOADS)
-    monkeypatch.setattr("tokenyard.executor.cuda_streams._current_stream", lambda: STEPS)
+    monkeypatch.setattr("tokenyard.executor.cuda_streams.upload_stream", lambda device: UPLOADS)
+    monkeypatch.setattr("tokenyard.executor.cuda_streams.current_stream", lambda: STEPS)
     monkeypatch.setattr(torch.cuda, "stream", _on)
     monkeypatch.setattr(torch.Tensor, "record_stream", _in_use)
     info = ExecutorInfo(

@@ -72,7 +72,7 @@ def test_each_rank_answers_as_the_whole_model(folder, tmp_path, case):
 def test_a_rank_has_the_whole_attention_and_a_share_of_the_mlp(folder, tmp_path):
     with both(folder("llama"), tmp_path) as ranks:
         assert [rank.kv_pool.tensor.shape[3] for rank in ranks] == [2, 2]
-        sizes = {rank.model._decoder.config.intermediate_size for rank in ranks}
+        sizes = {rank.model.decoder.config.intermediate_size for rank in ranks}
         assert sizes == {40}
 
 

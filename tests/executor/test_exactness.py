@@ -43,7 +43,7 @@ def test_rows_sample_at_several_positions(make_driver, backend, case):
     for samples in (4, 1):
         driver.step((rows[samples], len(prompts[samples]) - max(samples, 1)))
     work = [(rows[1], 1), (rows[4], 4), (rows[0], 30), (rows[2], 9)]
-    plan = driver._plan(work)
+    plan = driver.plan(work)
     plan.samples = np.array([1, 4, 0, 2], dtype=np.int32)
     plan.delay_sampling = True
     ticket = driver.executor.launch(plan)
@@ -117,9 +117,9 @@ def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypa
     spaces = set()
     for _ in range(8):
         driver.step(*[(sequence, 1) for sequence in sequences])
-        spaces.add(driver.executor.model.attention._workspace.data_ptr())
+        spaces.add(driver.executor.model.attention.workspace.data_ptr())
     assert [sequence.output for sequence in sequences] == [greedy("llama", prompt, 9) for prompt in prompts]
-    assert driver.executor.model.attention._workspace.nbytes <= 1.25 * 192 * 150
+    assert driver.executor.model.attention.workspace.nbytes <= 1.25 * 192 * 150
     assert len(spaces) <= 2
 
 

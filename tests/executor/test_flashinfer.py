@@ -55,7 +55,7 @@ def test_a_window_reads_no_pages_before_it(fake, make_driver):
     [window] = set(driver.executor.model.attention_spec.windows)
     row = driver.start(prompt_of(90, seed=1))
     driver.generate(row, 3)
-    planned = attention._plans[-1].decode[window].planned
+    planned = attention.plans[-1].decode[window].planned
     assert len(planned.indices) <= window // 4 + 2
     assert row.output == greedy("mistral-window", prompt_of(90, seed=1), 3)
 

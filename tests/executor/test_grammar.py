@@ -108,7 +108,7 @@ def test_a_matcher_that_was_used_before_allows_the_same(store, grammar):
     for round_number in range(3):
         assert mask_walk(rows, tokens) == expected
         rows.take(plan(3, 7, starts=[RowStart(3, SamplingParams(), np.array([5, 5], np.int32), 2, grammar=grammar)]))
-        assert rows._matchers[3].used, round_number
+        assert rows.matchers[3].used, round_number
 
 
 def test_many_rows_have_the_masks_that_each_has_alone(store):
@@ -141,13 +141,13 @@ def test_a_used_matcher_that_fails_is_replaced_by_a_fresh_one(store, where):
     rows.consume(plan(3, 7), np.array([digit], np.int32))
     expected = allowed(rows)
     # As a limit that earlier answers have used up shows.
-    rows._matchers[3].state.consume_token(EOS)
-    assert rows._matchers[3].state.is_error()
+    rows.matchers[3].state.consume_token(EOS)
+    assert rows.matchers[3].state.is_error()
     if where == "mask":
         assert allowed(rows) == expected
     _, failures = rows.consume(plan(3, 7), np.array([digit], np.int32))
     assert failures == {}
-    assert not rows._matchers[3].used
+    assert not rows.matchers[3].used
     assert allowed(rows) == allowed(begun(store, grammar, [digit, digit]))
 
 

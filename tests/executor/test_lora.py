@@ -103,7 +103,7 @@ def test_rows_sample_at_several_positions(lora_driver, backend):
     prompt = prompt_of(30, seed=5)
     sequence = driver.start(prompt, adapter=("a2", 3))
     driver.step((sequence, 26))
-    plan = driver._plan([(sequence, 4)])
+    plan = driver.plan([(sequence, 4)])
     plan.samples, plan.delay_sampling = np.array([4], dtype=np.int32), True
     close(driver.executor.launch(plan).logits, logits_of(models[2], prompt)[-4:])
 

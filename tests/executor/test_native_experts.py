@@ -61,9 +61,9 @@ def layer_of(config, weights, dtype, level=None, threads=2):
 
 def computed(layer, x):
     """The layer's output, in memory that was poisoned before: float32[rows, hidden]."""
-    given = x.to(layer._active).contiguous()
+    given = x.to(layer.activations).contiguous()
     out = torch.full(x.shape, NAN)
-    assert not layer._functions.ty_experts_run(layer._layer, address(given), len(x), address(out))
+    assert not layer.functions.ty_experts_run(layer.handle, address(given), len(x), address(out))
     return out
 
 
@@ -131,7 +131,7 @@ def test_experts(level, dtype, name):
     layer = layer_of(config, weights, dtype, level)
     for rows in (1, 2, 7, 60, 200):
         x = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        expected, bound = exact(config, weights, x, ROUNDING[layer._active])
+        expected, bound = exact(config, weights, x, ROUNDING[layer.activations])
         assert ((computed(layer, x) - expected).abs() <= bound).all()
 
 

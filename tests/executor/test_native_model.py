@@ -130,7 +130,7 @@ def test_poison_in_free_pages_and_outputs_reaches_no_answer(folder):
     sequence = poisoned.start(prompt)
     for _ in range(6):
         with torch.inference_mode():
-            poisoned.executor.model._logits.fill_(float("nan"))
+            poisoned.executor.model.logits_buffer.fill_(float("nan"))
         poisoned.step((sequence, None))
     assert sequence.output == expected
 
@@ -163,10 +163,10 @@ def test_what_cannot_be_native_says_why(folder, monkeypatch):
 @pytest.fixture
 def fresh(monkeypatch):
     """Nothing was loaded yet."""
-    library._load.cache_clear()
+    library.load_once.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    library._load.cache_clear()
+    library.load_once.cache_clear()
 
 
 def test_without_a_compiler_torch_computes(folder, fresh, tmp_path, caplog):

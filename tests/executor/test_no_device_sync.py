@@ -73,8 +73,8 @@ class Kernels:
 
 @CASES
 def test_kernels_that_choose_tokens_are_not_waited_for(driver):
-    sampler = driver.executor._sampler
-    sampler._sampling_backend, sampler._likeliest = Kernels(), Kernels().likeliest
+    sampler = driver.executor.sampler
+    sampler.sampling_backend, sampler.likeliest = Kernels(), Kernels().likeliest
     rows = [driver.start(prompt_of(20, seed=5), sampling) for sampling in KINDS.values()]
     with Watch():
         driver.launch(*[(row, None) for row in rows])

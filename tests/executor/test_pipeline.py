@@ -91,7 +91,7 @@ def load_in_turn(path, size, **options):
     stages = [PipelineStage(rank, size, mail.of(rank), lambda info: info) for rank in range(size)]
     parts = [load_executor(path, **options, part=stage) for stage in stages]
     for other in parts[1:]:
-        other.pages.tensor, other.pages._host = parts[0].pages.tensor, parts[0].pages._host
+        other.pages.tensor, other.pages.host = parts[0].pages.tensor, parts[0].pages.host
     parts[0].model = StagesInTurn(stages, [part.model for part in parts])
     return parts[0]
 

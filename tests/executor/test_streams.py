@@ -25,8 +25,8 @@ def test_results_are_copied_on_a_separate_stream_after_the_step(monkeypatch):
         yield
         log.append(("off", stream))
 
-    monkeypatch.setattr(cuda_streams, "_copy_stream", lambda device: own)
-    monkeypatch.setattr(cuda_streams, "_current_stream", lambda: "the step's")
+    monkeypatch.setattr(cuda_streams, "copy_stream", lambda device: own)
+    monkeypatch.setattr(cuda_streams, "current_stream", lambda: "the step's")
     monkeypatch.setattr(torch.cuda, "stream", on)
     with cuda_streams.HostCopies(torch.device("cuda:0")).after_step():
         log.append("copies")
@@ -43,8 +43,8 @@ def test_inputs_are_copied_on_a_separate_stream_before_the_step(monkeypatch):
         yield
         log.append(("off", stream))
 
-    monkeypatch.setattr(cuda_streams, "_upload_stream", lambda device: uploads)
-    monkeypatch.setattr(cuda_streams, "_current_stream", lambda: steps)
+    monkeypatch.setattr(cuda_streams, "upload_stream", lambda device: uploads)
+    monkeypatch.setattr(cuda_streams, "current_stream", lambda: steps)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(("in use on", stream)))
     assert cuda_streams.uploaded(torch.ones(2), torch.device("meta")).device.type == "meta"

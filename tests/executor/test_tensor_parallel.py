@@ -191,13 +191,13 @@ def processes():
 
 def watch_logits(executor):
     """The logits of all that the executor samples from now on."""
-    seen, sample = [], executor._sampler.sample
+    seen, sample = [], executor.sampler.sample
 
     def spy(values, *rest):
         seen.append(values.clone())
         return sample(values, *rest)
 
-    executor._sampler.sample = spy
+    executor.sampler.sample = spy
     return seen
 
 

@@ -34,7 +34,7 @@ def test_rows_sample_at_several_positions(make_driver):
     rows = {samples: driver.start(prompt) for samples, prompt in prompts.items()}
     for samples in (4, 1):
         driver.step((rows[samples], len(prompts[samples]) - samples))
-    plan = driver._plan([(rows[1], 1), (rows[4], 4)])
+    plan = driver.plan([(rows[1], 1), (rows[4], 4)])
     plan.samples, plan.delay_sampling = np.array([1, 4], dtype=np.int32), True
     found = driver.executor.launch(plan).logits.cpu()
     expected = torch.cat([logits("qwen3-layers", prompts[samples])[-samples:] for samples in (1, 4)])

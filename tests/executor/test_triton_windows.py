@@ -64,8 +64,8 @@ def test_rows_that_fill_up_a_recorded_step_write_to_page_0_of_both_pools(folder)
 
         def play():
             work()
-            played.append(len(attention._batches[0].slots))
-            written.append((attention._batches[0].slots.tolist(), attention._batches[1].slots.tolist()))
+            played.append(len(attention.batches[0].slots))
+            written.append((attention.batches[0].slots.tolist(), attention.batches[1].slots.tolist()))
 
         return play
 

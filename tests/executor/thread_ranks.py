@@ -83,6 +83,6 @@ def load_virtual(model_path, size, **options):
     ]
     first = parts[0]
     for other in parts[1:]:
-        other.pages.tensor, other.pages._host = first.pages.tensor, first.pages._host
+        other.pages.tensor, other.pages.host = first.pages.tensor, first.pages.host
     first.model = VirtualModel([executor.model for executor in parts])
     return first

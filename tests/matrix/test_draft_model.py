@@ -44,9 +44,9 @@ def make_yard(executor, depth=1, page_size=4):
         schedule_conservativeness=0.01,
         clip_max_new_tokens=1,
     )
-    if executor._drafter is not None:
+    if executor.drafter is not None:
         # Tiny models take as long as their drafts; here drafts take no time, so that only acceptance counts.
-        executor._drafter._clock = lambda: 0.0
+        executor.drafter.clock = lambda: 0.0
     return Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
 
 
@@ -78,19 +78,19 @@ def test_a_draft_model_equal_to_the_large_one_is_nearly_always_right(folder, cas
 def test_what_a_grammar_forces_is_drafted_instead_of_the_models_drafts(folder):
     """A stand-in for a grammar forces the right tokens for a while; then the draft model takes in what it missed."""
     yard, prompt, forced_tokens = make_yard(load(folder, "qwen3", "torch", folder("qwen3"))), prompt_of(20, seed=3), 12
-    answer, drafter = greedy("qwen3", prompt, TOKENS), yard.executor._drafter
-    computed, step = [], drafter._model.step
+    answer, drafter = greedy("qwen3", prompt, TOKENS), yard.executor.drafter
+    computed, step = [], drafter.model.step
 
     def forced(pool_row, proposed, most):
-        done = len(drafter._rows[pool_row].ids) - len(prompt)
+        done = len(drafter.rows[pool_row].ids) - len(prompt)
         ids = answer[done:forced_tokens][:most]
         return np.array(ids, np.int32), bool(ids)
 
     def noted(batch):
-        computed.append(len(drafter._rows[0].ids) - len(prompt))
+        computed.append(len(drafter.rows[0].ids) - len(prompt))
         return step(batch)
 
-    yard.executor._grammar_rows.drafts, drafter._model.step = forced, noted
+    yard.executor.grammar_rows.drafts, drafter.model.step = forced, noted
     number = yard.submit(prompt, max_new=TOKENS)
     yard.run(1)
     assert yard.tokens[number] == answer
@@ -119,8 +119,8 @@ def random_draft(folder, case, tmp_path):
 def test_one_that_is_wrong_changes_nothing_and_is_soon_not_asked(folder, tmp_path, depth):
     yard = make_yard(load(folder, "qwen3", draft=random_draft(folder, "qwen3", tmp_path)), depth)
     computed = []
-    step = yard.executor._drafter._model.step
-    yard.executor._drafter._model.step = lambda batch: (computed.append(len(batch.token_ids)), step(batch))[1]
+    step = yard.executor.drafter.model.step
+    yard.executor.drafter.model.step = lambda batch: (computed.append(len(batch.token_ids)), step(batch))[1]
     for group in range(12):
         prompts = [prompt_of(14, seed=100 * group + index) for index in range(6)]
         before = len(computed)

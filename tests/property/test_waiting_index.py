@@ -193,9 +193,9 @@ class Windowed:
         gone = self.draw.sample(there, min(len(there), self.draw.randint(1, 4)))
         if gone:
             # First in the order of eviction, of which at least a part of the pool goes.
-            windows._rank[gone] = -1
+            windows.rank[gone] = -1
             windows.num_pages, most = 0, windows.num_pages
-            windows._evict(len(gone))
+            windows.evict(len(gone))
             windows.num_pages = most
 
     def evict(self) -> None:

@@ -114,7 +114,7 @@ class Yard:
         memory = self.scheduler.state.memory
         if memory.windows is not None:
             memory.windows.check(self._window_users())
-            assert 0 <= memory._pending_window_pages <= memory.windows.num_pages
+            assert 0 <= memory.pending_window_pages <= memory.windows.num_pages
 
     def _window_users(self) -> np.ndarray:
         """How many rows use the window page of each page, by what rows and those that have left hold now."""
@@ -122,11 +122,11 @@ class Yard:
         users = np.zeros(memory.num_pages + 1, np.int32)
         seated = self.scheduler.state.admitted_rows()
         rows = list(zip(table.pool_row[seated].tolist(), table.held[seated].tolist(), strict=True))
-        rows += [(release.pool_row, release.held) for release in memory._releases]
+        rows += [(release.pool_row, release.held) for release in memory.releases]
         for pool_row, held in rows:
             first = int(memory.windows.first[pool_row])
             np.add.at(users, memory.pool.page_table[pool_row, first : memory.pages_for(held)], 1)
-        for _, pages in memory._pending_frees:
+        for _, pages in memory.pending_frees:
             users[pages[memory.windows.of[pages] > 0]] += 1
         return users
 
@@ -201,7 +201,7 @@ def check_holders(scheduler: Scheduler) -> None:
 def check_hits(scheduler: Scheduler) -> None:
     """The index of waiting rows, while there is one, says what matching would say, and weighs the tree right."""
     state = scheduler.state
-    table, index = state.table, state._index
+    table, index = state.table, state.waiting_index
     if not index.active:
         return
     waiting = state.waiting.rows.tolist()

@@ -251,7 +251,7 @@ def test_two_groups_verify_together_where_reading_the_weights_takes_the_time(flo
     cost = LinearCost(LinearTerms(0.0, floor_ms, 0.0, 0.1, 0.0, 0.0))
     planner = Planner(SimpleNamespace(cost=cost))
     ready, starts = np.array([True, False, False, False]), np.full(4, 50, np.int32)
-    assert planner._should_wait_to_verify(np.full(4, 3, np.int32), ready, starts) == together
+    assert planner.should_wait_to_verify(np.full(4, 3, np.int32), ready, starts) == together
     # Rows that only decode keep the device busy, so no row waits for others.
-    assert not planner._should_wait_to_verify(np.array([0, 3, 3, 3], np.int32), ready, starts)
-    assert not planner._should_wait_to_verify(np.full(4, 3, np.int32), np.ones(4, bool), starts)
+    assert not planner.should_wait_to_verify(np.array([0, 3, 3, 3], np.int32), ready, starts)
+    assert not planner.should_wait_to_verify(np.full(4, 3, np.int32), np.ones(4, bool), starts)

@@ -40,7 +40,7 @@ def test_its_state_stays_small_whatever_priorities_arrive():
     books = PriorityInversion()
     for level in range(10 * MAX_LEVELS):
         books.admitted(1, level * 1000, level)
-    assert len(books._spent) == MAX_LEVELS
+    assert len(books.spent) == MAX_LEVELS
     books.enqueued(2, 10**9, 10_000)
     assert books.removed(2, 10_005) == 5
 

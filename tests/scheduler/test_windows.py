@@ -87,10 +87,10 @@ def test_a_hit_ends_where_the_window_before_it_is_there():
     # No request ended at 30, and nothing was evicted yet: the middle of a prompt is a hit too.
     assert hit_of(yard, first[:30] + prompt_of(3, 5)) == 30
     # What was never an end goes first.
-    group._evict(group.evictable - 60)
+    group.evict(group.evictable - 60)
     assert hit_of(yard, first[:20] + prompt_of(4, 5)) == 0
     assert hit_of(yard, first + prompt_of(5, 5)) == 60
-    group._evict(group.evictable)
+    group.evict(group.evictable)
     assert hit_of(yard, first + prompt_of(6, 5)) == 0
     assert yard.scheduler.idle() is None
 

@@ -8,7 +8,7 @@ import pytest
 from tests.sim.small_workloads import setup
 from tokenyard.base import NS_PER_S, ConfigError, TenantSettings
 from tokenyard.sim.fleet.fleet_settings import Drain, Fault, Fleet, read_fleet
-from tokenyard.sim.report.fleet_charts import POINTS, _over_time
+from tokenyard.sim.report.fleet_charts import POINTS, over_time
 from tokenyard.sim.report.scheduler_figures import router_queue, worker_figures
 from tokenyard.sim.report.summary import fleet_summary
 from tokenyard.sim.simulate import simulate
@@ -192,7 +192,7 @@ def test_the_numbers_of_a_fleet_name_its_workers():
 
 def test_a_queue_over_time_is_its_largest_in_each_part():
     begin, end = np.array([0, 0, 4 * NS_PER_S], np.int64), np.array([2, 1, 5], np.int64) * NS_PER_S
-    at_s, counts = _over_time(begin, end, np.ones(3, bool), 6.0)
+    at_s, counts = over_time(begin, end, np.ones(3, bool), 6.0)
     assert len(at_s) == len(counts) == POINTS
     observed = {second: counts[int(second / 6.0 * POINTS)] for second in (0.5, 1.5, 3.0, 4.5, 5.5)}
     assert observed == {0.5: 2.0, 1.5: 1.0, 3.0: 0.0, 4.5: 1.0, 5.5: 0.0}

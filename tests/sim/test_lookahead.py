@@ -127,8 +127,8 @@ def test_running_requests_continue_from_what_is_computed(busy):
     running = int((moment.rows["state"] == 3).sum())
     assert future.running == running > 20
     fork = CandidateRun(moment, future, SetPolicy("fcfs"))
-    state = fork._scheduler.state
-    assert len(state.running) + len(fork._scheduler.drain().finished) == running
+    state = fork.scheduler.state
+    assert len(state.running) + len(fork.scheduler.drain().finished) == running
     for row in state.running.rows.tolist():
         number = int(state.table.number[row])
         assert state.table.computed[row] == moment.rows["planned"][number]
@@ -146,9 +146,9 @@ def test_a_forward_run_drains(work):
     for name in NAMES:
         fork = CandidateRun(moment, yard.future(), CANDIDATES[name])
         fork.score(name, yard.now + 10_000 * NS_PER_S)
-        assert not fork._scheduler.has_work
-        assert fork._scheduler.idle() is None
-        assert len(fork._finishes) == len(moment.rows["number"])
+        assert not fork.scheduler.has_work
+        assert fork.scheduler.idle() is None
+        assert len(fork.finishes) == len(moment.rows["number"])
 
 
 def test_arrivals_have_the_recent_rate():
@@ -178,23 +178,23 @@ def test_common_prefixes_hit_in_the_forward_run():
     yard = Yard(shared_prefix(400, 20.0, 1), 15.0)
     future = yard.future()
     fork = CandidateRun(yard.scheduler.lookahead_state(yard.now), future, SetPolicy("lpm"))
-    seated = fork._scheduler.state.observer.counters.hit_tokens
+    seated = fork.scheduler.state.observer.counters.hit_tokens
     fork.score("lpm", yard.now + 10 * NS_PER_S)
-    counters = fork._scheduler.state.observer.counters
+    counters = fork.scheduler.state.observer.counters
     come = sum(len(request.prompt_ids) for request in future.requests[future.running :])
     assert (counters.hit_tokens - seated) / come > 0.6
     # What only one request had is no shared prefix.
     alone = Yard(plain(400, 20.0, 1), 15.0)
     fork = CandidateRun(alone.scheduler.lookahead_state(alone.now), alone.future(), SetPolicy("lpm"))
     fork.score("lpm", alone.now + 10 * NS_PER_S)
-    assert fork._scheduler.state.observer.counters.hit_tokens == 0
+    assert fork.scheduler.state.observer.counters.hit_tokens == 0
 
 
 def test_the_cache_holds_what_ended_lately_and_open_requests_keep_their_prefixes():
     work = shared_prefix(400, 30.0, 1)
     yard = Yard(work, 12.0, max_running_requests=8)
     moment, future = yard.scheduler.lookahead_state(yard.now), yard.future()
-    tree = CandidateRun(moment, future, SetPolicy("lpm"))._scheduler.state.memory.tree
+    tree = CandidateRun(moment, future, SetPolicy("lpm")).scheduler.state.memory.tree
     real = yard.scheduler.state.memory.tree
     assert 0.7 < tree.total_pages / real.total_pages < 1.1
     numbers = moment.rows["number"].tolist()

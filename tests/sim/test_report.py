@@ -9,7 +9,7 @@ import pytest
 from tests.sim.small_workloads import setup, workload
 from tokenyard.base import ConfigError
 from tokenyard.sim.engine.presets import preset, preset_names
-from tokenyard.sim.report.comparison import _beyond, write_curves, write_report
+from tokenyard.sim.report.comparison import beyond, write_curves, write_report
 from tokenyard.sim.report.slo_misses import missed
 from tokenyard.sim.report.svg_charts import Chart, picture
 from tokenyard.sim.report.timeline import MAX_SAMPLES, PerfettoTrace, Timeline
@@ -77,7 +77,7 @@ def test_long_labels_have_room_in_the_legend():
 
 
 def test_rounding_errors_are_no_waits():
-    found = dict(zip(*_beyond(np.array([1e-18, 2e-9, 0.5, np.nan])), strict=True))
+    found = dict(zip(*beyond(np.array([1e-18, 2e-9, 0.5, np.nan])), strict=True))
     assert found == {0.0: 75.0, 0.5: 50.0}
 
 

@@ -6,7 +6,7 @@ any. So the owner of a page also owns its window page, and both are always moved
 
 A window page is *used* by the rows that may still read it, and by the row that it is private to. A private page that
 falls behind its row's window is freed immediately. A page of the tree stays until the pool runs out, and is then
-evicted in the order of `_rank`: first pages that were never at the end of a prompt or an answer, then the ends, each
+evicted in the order of `rank`: first pages that were never at the end of a prompt or an answer, then the ends, each
 least recently used first. A hit at an end needs the last `window` tokens before it, so these pages are worth keeping.
 With eager freeing, or one order for all pages, long prompts evict the ends of other sessions (vllm issue 48435).
 """
@@ -63,7 +63,7 @@ class WindowPages:
         self.evictable = 0
         self.listeners: list[Callable[[Int32Array], None]] = []
         # Ranks are unique, so the order of eviction is deterministic.
-        self._rank: Int64Array = np.zeros(num_pages + 1, np.int64)
+        self.rank: Int64Array = np.zeros(num_pages + 1, np.int64)
         self._tick = 0
 
     @property
@@ -126,7 +126,7 @@ class WindowPages:
 
     def protect_prefix_end(self, pages: Int32Array) -> None:
         """Prompts or answers end with `pages` (int32[n]), which are evicted after pages in the middle."""
-        self._rank[pages] = _ENDS + self._ticks(len(pages))
+        self.rank[pages] = _ENDS + self._ticks(len(pages))
 
     # ---- allocation ----------------------------------------------------------------------------------------------
 
@@ -141,10 +141,10 @@ class WindowPages:
                 f"{len(pages)} window pages requested, {self.available_pages} of {self.num_pages} available"
             )
         if missing > 0:
-            self._evict(missing)
+            self.evict(missing)
         self.of[pages] = self.allocator.alloc(len(pages))
         self.users[pages] = 1
-        self._rank[pages] = self._ticks(len(pages))
+        self.rank[pages] = self._ticks(len(pages))
 
     def free_pages(self, pages: Int32Array) -> None:
         """`pages` (int32[n]) were freed: free their window pages too."""
@@ -162,7 +162,7 @@ class WindowPages:
         own, found = own[behind:], found[behind:]
         absent = self.of[found] == 0
         bare, giving = found[absent], own[absent]
-        self.of[bare], self._rank[bare] = self.of[giving], self._rank[giving]
+        self.of[bare], self.rank[bare] = self.of[giving], self.rank[giving]
         self.users[bare] = self.users[giving]
         self.of[giving] = self.users[giving] = 0
         self.retain(found[~absent])
@@ -242,11 +242,11 @@ class WindowPages:
         self.allocator.free(self.of[pages])
         self.of[pages] = 0
 
-    def _evict(self, least: int) -> None:
+    def evict(self, least: int) -> None:
         """Free the window pages of at least `least` pages of the tree; the pages themselves stay."""
         idle = np.flatnonzero((self.of > 0) & (self.users == 0)).astype(np.int32)
         count = min(max(least, self.num_pages // _BATCH_SHARE), len(idle))
-        order = np.argsort(self._rank[idle])[:count]
+        order = np.argsort(self.rank[idle])[:count]
         self.evictable -= count
         self._free(idle[order])
         self._tell(idle[order])

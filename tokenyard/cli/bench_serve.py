@@ -41,7 +41,7 @@ async def bench_serve(args: argparse.Namespace) -> int:
     _check_counts(args)
     base_url = args.base_url or f"http://{args.host}:{args.port}"
     async with ServerClient(base_url, _headers(args.header)) as target:
-        backend = await _backend(target, args)
+        backend = await read_backend(target, args)
         tokenizer = await _tokenizer(target, args.tokenizer)
         rng = np.random.default_rng(args.seed)
         prompts = make_prompts(args, tokenizer, rng, args.seed)
@@ -121,7 +121,7 @@ def _headers(words: list[str]) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-async def _backend(target: ServerClient, args: argparse.Namespace) -> RequestBackend:
+async def read_backend(target: ServerClient, args: argparse.Namespace) -> RequestBackend:
     """The chosen API, with the model name that requests carry."""
     try:
         extra = json.loads(args.extra_request_body)

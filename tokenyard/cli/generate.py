@@ -81,7 +81,7 @@ def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversa
         raise ConfigError(f"--input {path} cannot be read: {reason}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield _from_json(line, f"{path}, line {number}") if path.endswith(".jsonl") else line
+            yield prompt_from_json(line, f"{path}, line {number}") if path.endswith(".jsonl") else line
 
 
 def _standard_input() -> str:
@@ -94,7 +94,7 @@ def _standard_input() -> str:
         raise ConfigError(f"standard input cannot be read: {error}") from error
 
 
-def _from_json(line: str, where: str) -> str | Conversation | BatchLine:
+def prompt_from_json(line: str, where: str) -> str | Conversation | BatchLine:
     """The prompt of one JSON line: a string, or an object with prompt, text or messages; or a line of a batch file."""
     try:
         content = json.loads(line)

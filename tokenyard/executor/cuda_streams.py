@@ -49,7 +49,7 @@ class HostCopies:
     """Copies results to the host. On CUDA it has its own stream, so that the next step does not wait for the copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._stream = copy_stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class HostCopies:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(_current_stream())
+        self._stream.wait_stream(current_stream())
         with torch.cuda.stream(self._stream):
             yield
 
@@ -79,12 +79,12 @@ def uploaded(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     On CUDA the copy has its own stream and overlaps with the running step. On the stream of steps it would begin when
     that step ends, and the device would idle meanwhile. Work queued after this call waits for the copy.
     """
-    stream = _upload_stream(device)
+    stream = upload_stream(device)
     if stream is None:
         return host.to(device, non_blocking=True)
     with torch.cuda.stream(stream):
         tensor = host.to(device, non_blocking=True)
-    steps = _current_stream()
+    steps = current_stream()
     steps.wait_stream(stream)
     # The upload stream owns this memory and must not reuse it before the step is done with it.
     tensor.record_stream(steps)
@@ -92,17 +92,20 @@ def uploaded(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _upload_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return _copy_stream(device) if device.type == "cuda" else None
+def upload_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the device's one stream for copies from the host; None on a CPU."""
+    return copy_stream(device) if device.type == "cuda" else None
 
 
 def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Make a stream for copies."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _current_stream() -> torch.cuda.Stream:
+def current_stream() -> torch.cuda.Stream:
+    """Return the stream that the step runs on."""
     return torch.cuda.current_stream()

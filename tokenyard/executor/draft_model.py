@@ -100,10 +100,10 @@ class ModelDrafter:
         choose: Choose,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._max_drafts, self._model, self._pages, self._choose, self._clock = max_drafts, model, pages, choose, clock
+        self._max_drafts, self.model, self._pages, self._choose, self.clock = max_drafts, model, pages, choose, clock
         self._device = pages.tensor.device
         self._valid = torch.zeros(pool.tensor.shape[2], dtype=torch.bool, device=self._device)
-        self._rows: dict[int, _Row] = {}
+        self.rows: dict[int, _Row] = {}
         self._overall = AcceptanceRate()
         self._started = 0
         self._times = DraftTimes()
@@ -112,13 +112,13 @@ class ModelDrafter:
     def take(self, plan: StepPlan) -> None:
         """Register the rows that start with a plan. The plan's page writes must be applied."""
         for start in plan.row_starts:
-            self._rows.pop(start.pool_row, None)
+            self.rows.pop(start.pool_row, None)
             place = np.flatnonzero(plan.pool_rows == start.pool_row)
             if start.logprobs is None and len(place):
                 epoch = int(plan.epochs[place[0]])
-                self._rows[start.pool_row] = _Row(epoch, start.known_ids.tolist(), self._record())
+                self.rows[start.pool_row] = _Row(epoch, start.known_ids.tolist(), self._record())
         for pool_row, column in zip(plan.page_rows.tolist(), plan.page_columns.tolist(), strict=True):
-            row = self._rows.get(pool_row)
+            row = self.rows.get(pool_row)
             if row is not None and column * self._pages.page_size < row.seen:
                 # Pages of the radix tree replaced the row's own pages.
                 row.seen = -1
@@ -127,13 +127,13 @@ class ModelDrafter:
 
     def fill_in(self, plan: StepPlan) -> Int32Array:
         """The plan's input tokens, int32[sum(counts)], with the ids of its drafts."""
-        tokens, began = plan.tokens.copy(), self._clock()
+        tokens, began = plan.tokens.copy(), self.clock()
         verify = slice(plan.decode_rows, plan.chunks_from)
         pool_rows, counts = plan.pool_rows[verify], plan.counts[verify] - 1
         drafts = np.zeros((len(pool_rows), int(counts.max())), np.int32)
-        forced = np.array([len(self._rows[row].forced) > 0 for row in pool_rows.tolist()])
+        forced = np.array([len(self.rows[row].forced) > 0 for row in pool_rows.tolist()])
         for place in np.flatnonzero(forced).tolist():
-            ids = self._rows[int(pool_rows[place])].forced[: counts[place]]
+            ids = self.rows[int(pool_rows[place])].forced[: counts[place]]
             drafts[place, : len(ids)] = ids
         if not forced.all():
             own, starts = ~forced, plan.starts[verify].astype(np.int64)
@@ -143,9 +143,9 @@ class ModelDrafter:
         for place, (pool_row, end, count) in enumerate(
             zip(pool_rows.tolist(), ends.tolist(), counts.tolist(), strict=True)
         ):
-            self._rows[pool_row].drafts = drafts[place, :count]
+            self.rows[pool_row].drafts = drafts[place, :count]
             tokens[end - count : end] = drafts[place, :count]
-        self._drafting_s = self._clock() - began
+        self._drafting_s = self.clock() - began
         return tokens
 
     def draft(
@@ -158,7 +158,7 @@ class ModelDrafter:
         if plan.chunks_from == len(plan.pool_rows) and plan.chunks_from:
             self._times.stepped(max(seconds - (self._drafting_s if plan.verify_rows else 0.0), 0.0))
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
-        for place, pool_row, row, run in sampled_runs(self._rows, plan, tokens, accepted):
+        for place, pool_row, row, run in sampled_runs(self.rows, plan, tokens, accepted):
             right, refused = count_accepted(row.drafts, run)
             if len(row.forced):
                 row.jump_forward_record.observe(right, refused)
@@ -190,7 +190,7 @@ class ModelDrafter:
         runs, firsts = [], starts.copy()
         for place, (pool_row, start) in enumerate(zip(pool_rows.tolist(), starts.tolist(), strict=True)):
             firsts[place] = self._take_in(pool_row, self._unseen(pool_row, start), start)
-            runs.append(self._rows[pool_row].ids[firsts[place] : start + 1])
+            runs.append(self.rows[pool_row].ids[firsts[place] : start + 1])
         drafts = np.zeros((len(pool_rows), int(counts.max())), np.int32)
         logits, places = self._compute(pool_rows, firsts, runs), np.arange(len(pool_rows))
         for index in range(drafts.shape[1]):
@@ -202,14 +202,14 @@ class ModelDrafter:
                 logits = self._compute(pool_rows[places], starts[places] + index + 1, inputs)
         if sum(map(len, runs)) <= 2 * len(runs):
             # Longer runs measure catching up, not drafting.
-            self._times.drafted((self._clock() - began) / drafts.shape[1])
+            self._times.drafted((self.clock() - began) / drafts.shape[1])
         for pool_row, seen in zip(pool_rows.tolist(), (starts + counts).tolist(), strict=True):
-            self._rows[pool_row].seen = seen
+            self.rows[pool_row].seen = seen
         return drafts
 
     def _unseen(self, pool_row: int, start: int) -> int:
         """The first position, `start` at most, whose KV the draft model does not have."""
-        row = self._rows[pool_row]
+        row = self.rows[pool_row]
         if row.seen < 0:
             columns = upload((np.full(start, pool_row), np.arange(start)), self._device)
             row.seen = int(self._valid[self._pages.slots(columns[0], columns[1]).long()].cumprod(0).sum())
@@ -217,7 +217,7 @@ class ModelDrafter:
 
     def _take_in(self, pool_row: int, first: int, start: int) -> int:
         """Compute a row's tokens from `first` on in full chunks; returns the first position that is left."""
-        ids = self._rows[pool_row].ids
+        ids = self.rows[pool_row].ids
         while start - first >= MAX_CATCH_UP_TOKENS:
             chunk = ids[first : first + MAX_CATCH_UP_TOKENS]
             self._compute(np.array([pool_row], np.int32), np.array([first]), [chunk])
@@ -243,4 +243,4 @@ class ModelDrafter:
             counts=counts,
             decode_rows=len(runs) if ends[-1] == len(runs) else 0,
         )
-        return self._model.step(batch)
+        return self.model.step(batch)

@@ -54,7 +54,7 @@ class PageTable:
         self.windows = PageTable(max_pool_rows, context_length, page_size, device) if windows else None
         self.tensor = torch.zeros(max_pool_rows, -(-context_length // page_size), dtype=torch.int32, device=device)
         # The same memory; numpy costs a small step on a CPU much less than torch.
-        self._host = self.tensor.numpy() if device.type == "cpu" else None
+        self.host = self.tensor.numpy() if device.type == "cpu" else None
 
     def write(self, plan: StepPlan) -> None:
         """Apply the page writes of a plan."""
@@ -65,8 +65,8 @@ class PageTable:
             self.windows._write(plan, plan.window_ids)
 
     def _write(self, plan: StepPlan, page_ids: Int32Array) -> None:
-        if self._host is not None:
-            self._host[plan.page_rows, plan.page_columns] = page_ids
+        if self.host is not None:
+            self.host[plan.page_rows, plan.page_columns] = page_ids
         else:
             columns = upload((plan.page_rows, plan.page_columns, page_ids), self.tensor.device)
             self.tensor[columns[0], columns[1]] = columns[2].to(torch.int32)

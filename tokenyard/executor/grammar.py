@@ -204,14 +204,14 @@ class GrammarRows:
         self._store = store
         self._vocab_size = vocab_size
         self._device = device
-        self._matchers: dict[int, GrammarMatcher] = {}
+        self.matchers: dict[int, GrammarMatcher] = {}
         self._table: torch.Tensor | None = None
         self._executor: Any = None
 
     def take(self, plan: StepPlan) -> None:
         """Register rows that start. A row that resumes continues after the answer that it has."""
         for start in plan.row_starts:
-            if (before := self._matchers.pop(start.pool_row, None)) is not None:
+            if (before := self.matchers.pop(start.pool_row, None)) is not None:
                 self._store.give_back(before.grammar, before.state)
             if start.grammar:
                 state, used = self._store.matcher(start.grammar)
@@ -220,13 +220,13 @@ class GrammarRows:
                 state.consume_tokens(known)
                 place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
                 epoch = int(plan.epochs[place])
-                self._matchers[start.pool_row] = GrammarMatcher(epoch, plan.step, state, start.grammar, used, known)
+                self.matchers[start.pool_row] = GrammarMatcher(epoch, plan.step, state, start.grammar, used, known)
 
     def masks(self, plan: StepPlan) -> VocabMasks | None:
         """Return the masks of a plan's samples, None if no row has a grammar. Where a row verifies drafts (the plan has
         their ids by now), each of its samples has the mask that follows the drafts before it.
         """
-        if not self._matchers:
+        if not self.matchers:
             return None
         verify = slice(plan.decode_rows, plan.chunks_from)
         once = plan.sampled.copy()
@@ -235,7 +235,7 @@ class GrammarRows:
         found = [
             (place, matcher)
             for place, row in zip(ends.tolist(), plan.pool_rows[once].tolist(), strict=True)
-            if (matcher := self._matchers.get(row)) is not None
+            if (matcher := self.matchers.get(row)) is not None
         ]
         runs = self._runs(plan) if plan.verify_rows else []
         if not (found or runs):
@@ -257,7 +257,7 @@ class GrammarRows:
         inputs, samples = np.cumsum(plan.counts), np.cumsum(plan.samples)
         found = []
         for place in range(plan.decode_rows, plan.chunks_from):
-            matcher = self._matchers.get(int(plan.pool_rows[place]))
+            matcher = self.matchers.get(int(plan.pool_rows[place]))
             if matcher is not None:
                 count, end = int(plan.counts[place]), int(inputs[place])
                 drafts = plan.tokens[end - count + 1 : end].tolist()
@@ -294,7 +294,7 @@ class GrammarRows:
         They are the `proposed` tokens that the grammar allows, or up to `max_drafts` tokens that it forces if these are
         more (SGLang's jump-forward decoding, verified as drafts). Without a grammar they are the proposed ones.
         """
-        matcher = self._matchers.get(pool_row)
+        matcher = self.matchers.get(pool_row)
         if matcher is None:
             return proposed, False
         if matcher.state.is_error() or matcher.state.is_stopped():
@@ -336,7 +336,7 @@ class GrammarRows:
         Returns which grammars are complete, bool[rows] (None if no row has one), and errors by place in the plan.
         """
         failures: dict[int, str] = {}
-        if not self._matchers:
+        if not self.matchers:
             return None, failures
         counts = (tokens >= 0).astype(np.int32) if accepted is None else accepted
         ends = np.arange(len(tokens)) + 1 if accepted is None else np.cumsum(accepted)
@@ -344,13 +344,13 @@ class GrammarRows:
         for place, (row, epoch, count, end) in enumerate(
             zip(plan.pool_rows.tolist(), plan.epochs.tolist(), counts.tolist(), ends.tolist(), strict=True)
         ):
-            matcher = self._matchers.get(row)
+            matcher = self.matchers.get(row)
             if not count or matcher is None or matcher.epoch != epoch or plan.step < matcher.since:
                 continue
             run = tokens[end - count : end].tolist()
             if not self._take_in(matcher, run):
                 failures[place] = f"the grammar failed: {_reason(matcher.state.get_error())}"
-                del self._matchers[row]
+                del self.matchers[row]
                 continue
             ended[place] = matcher.state.is_stopped()
         return ended, failures

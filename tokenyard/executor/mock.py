@@ -99,7 +99,7 @@ class MockExecutor:
         self.info = info
         self._cost = cost
         self._sleep = sleep
-        self._answer_tokens = answer_tokens
+        self.answer_tokens = answer_tokens
         self._kv = KvCheck(info) if check_kv else None
         self._keys: UInt64Array = np.zeros(info.max_pool_rows, dtype=np.uint64)
         self._eos_positions = np.full(info.max_pool_rows, NEVER_EOS, dtype=np.int64)
@@ -220,9 +220,9 @@ class MockExecutor:
         return np.uint64(marks[-1])
 
     def _eos_position(self, key: int, start: RowStart) -> int:
-        if self._answer_tokens is None:
+        if self.answer_tokens is None:
             return NEVER_EOS
-        low, high = self._answer_tokens
+        low, high = self.answer_tokens
         length = low + key % (high - low + 1)
         return start.prompt_tokens - 1 + max(length, start.sampling.min_new_tokens + 1)
 

@@ -80,10 +80,10 @@ class ModelExecutor:
         self._future = FutureMap(info.max_pool_rows, device)
         self._unsampled = DelayedSamplingRows(info.max_pool_rows)
         self._grammars = GrammarCache(info.vocab_size, info.eos_token_ids)
-        self._grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
+        self.grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
         self._pooled = PooledRows()
-        self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device, sampling_backend)
-        self._drafter = drafter(self._sampler.guess) if drafter is not None else None
+        self.sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device, sampling_backend)
+        self.drafter = drafter(self.sampler.guess) if drafter is not None else None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
@@ -91,16 +91,16 @@ class ModelExecutor:
         self._unsampled.launch(plan)
         ticket = Ticket(plan, StepTimer(self._device))
         ticket.clock.start()
-        self._sampler.take(plan.row_starts)
-        self._grammar_rows.take(plan)
+        self.sampler.take(plan.row_starts)
+        self.grammar_rows.take(plan)
         self._pooled.take(plan.row_starts)
         if self._adapters is not None:
             self._adapters.take(plan.row_starts)
         self.pages.write(plan)
-        if self._drafter is not None:
-            self._drafter.take(plan)
+        if self.drafter is not None:
+            self.drafter.take(plan)
             if plan.verify_rows:
-                plan = ticket.plan = replace(plan, tokens=self._drafter.fill_in(plan))
+                plan = ticket.plan = replace(plan, tokens=self.drafter.fill_in(plan))
         self._run(ticket)
         ticket.clock.stop()
         if not plan.delay_sampling:
@@ -116,7 +116,7 @@ class ModelExecutor:
             ticket.clock.start()
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)
         if logits is not None:
-            kept = keep_output(plan, self._sampler.rows, logits)
+            kept = keep_output(plan, self.sampler.rows, logits)
             tokens = self._choose(ticket, logits)
             if kept is not None:
                 ticket.pieces.append(output_piece(kept, tokens))
@@ -135,21 +135,21 @@ class ModelExecutor:
         seconds = ticket.clock.wait()
         sampled, nan_samples = unmark_nan(ticket.tokens.numpy().astype(np.int32, copy=False))
         accepted: Int32Array | None = None
-        if self._drafter is None:
+        if self.drafter is None:
             tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
             tokens[plan.sampled] = sampled
         else:
             tokens, accepted = accepted_runs(plan, plan.tokens, sampled)
-        ended, failures = self._grammar_rows.consume(plan, tokens, accepted)
+        ended, failures = self.grammar_rows.consume(plan, tokens, accepted)
         vectors = {place: vector.numpy().tobytes() for place, vector in ticket.vectors}
         pieces = join_pieces(ticket.pieces)
         result = StepResult(plan.step, tokens, seconds, pieces, failures, accepted, ended=ended, vectors=vectors)
         if len(nan_samples):
             rows = np.repeat(np.arange(len(plan.pool_rows)), samples_of(plan))[nan_samples]
             result.nan_rows = tuple(np.unique(rows).tolist())
-        if self._drafter is not None and accepted is not None:
+        if self.drafter is not None and accepted is not None:
             self._confirm(plan, tokens, accepted)
-            drafts = self._drafter.draft(plan, tokens, accepted, self._grammar_rows.drafts, seconds)
+            drafts = self.drafter.draft(plan, tokens, accepted, self.grammar_rows.drafts, seconds)
             result.drafted, result.chances = drafts
         return result
 
@@ -178,7 +178,7 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        for name in ("kv_pool", "model", "pages", "_future", "_sampler", "_adapters", "_drafter"):
+        for name in ("kv_pool", "model", "pages", "_future", "sampler", "_adapters", "drafter"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -196,7 +196,7 @@ class ModelExecutor:
         if len(logits):
             # Logits that are sampled later must survive the steps in between.
             ticket.logits = logits.clone() if plan.delay_sampling else logits
-        ticket.pieces = prompt_pieces(plan, self._sampler.rows, self.model.logits)
+        ticket.pieces = prompt_pieces(plan, self.sampler.rows, self.model.logits)
         ticket.vectors = self._pooled.vectors(plan, self.model.hidden)
 
     def _inputs(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
@@ -206,7 +206,7 @@ class ModelExecutor:
     def _choose(self, ticket: Ticket, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each row of logits: int64[m]. A row's last one is what its next step may read."""
         plan = ticket.plan
-        masks, positions = self._grammar_rows.masks(plan), plan.sampled_positions
+        masks, positions = self.grammar_rows.masks(plan), plan.sampled_positions
         if masks is not None and len(masks.withdrawn):
             inputs = plan.tokens.copy()
             inputs[masks.withdrawn] = DRAFT
@@ -215,9 +215,9 @@ class ModelExecutor:
         pool_rows = np.repeat(plan.pool_rows, samples)
         if plan.verify_rows:
             drafts = drafts_to_verify(plan, plan.tokens)
-            tokens = self._sampler.sample_runs(logits, pool_rows, positions, drafts, masks)
+            tokens = self.sampler.sample_runs(logits, pool_rows, positions, drafts, masks)
         else:
-            tokens = self._sampler.sample(logits, pool_rows, positions, masks)
+            tokens = self.sampler.sample(logits, pool_rows, positions, masks)
         if plan.decode_rows == len(samples):
             self._future.store(upload((plan.pool_rows,), self._device)[0], tokens)
             return tokens

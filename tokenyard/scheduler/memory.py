@@ -85,10 +85,10 @@ class KvMemory:
         self.pool = ReqToTokenPool(pool_rows, settings.context_length, settings.page_size)
         self.evicted_tokens = 0
         self.draft_pages = 0
-        self._releases: deque[Release] = deque()
+        self.releases: deque[Release] = deque()
         self._releasing_pages = 0
-        self._pending_window_pages = 0
-        self._pending_frees: deque[tuple[int, Int32Array]] = deque()
+        self.pending_window_pages = 0
+        self.pending_frees: deque[tuple[int, Int32Array]] = deque()
         self._committed = -1
         self._holds: dict[int, PageHold] = {}
 
@@ -99,7 +99,7 @@ class KvMemory:
         Drafts in flight count as wrong.
         """
         # Counted at each call, because a row that has started since the release may have locked the same pages.
-        unlocking = sum(self.tree.pages_locked_once(release.node) for release in self._releases)
+        unlocking = sum(self.tree.pages_locked_once(release.node) for release in self.releases)
         pages_to_be_freed = self._releasing_pages + unlocking + self.draft_pages
         pages: int = self.allocator.available + self.tree.evictable_pages + pages_to_be_freed
         return self.page_size * pages
@@ -109,7 +109,7 @@ class KvMemory:
         """`free_tokens` of the layers with a window; without such a group, `free_tokens`."""
         if self.windows is None:
             return self.free_tokens
-        return self.page_size * (self.windows.available_pages + self._pending_window_pages + self.draft_pages)
+        return self.page_size * (self.windows.available_pages + self.pending_window_pages + self.draft_pages)
 
     @property
     def available_pages(self) -> int:
@@ -309,14 +309,14 @@ class KvMemory:
         if release.last_step <= self._committed:
             self._give_back(release)
             return
-        self._releases.append(release)
+        self.releases.append(release)
         self._releasing_pages += self._private_pages(release)
         if self.windows is not None:
             pages = self.pool.page_table[release.pool_row, : self.pages_for(release.held)]
             release.window_pages = self.windows.pages_to_be_freed(
                 release.pool_row, pages, release.cached // self.page_size
             )
-            self._pending_window_pages += release.window_pages
+            self.pending_window_pages += release.window_pages
 
     def shrink(self, pool_rows: Int32Array, held: Int32Array, tokens: Int32Array) -> None:
         """Rows with pages for `held` tokens keep those of their first `tokens` tokens (all int32[n]).
@@ -335,29 +335,29 @@ class KvMemory:
         if last_step <= self._committed:
             self.allocator.free(pages)
             return
-        self._pending_frees.append((last_step, pages))
+        self.pending_frees.append((last_step, pages))
         self._releasing_pages += len(pages)
-        self._pending_window_pages += int(np.count_nonzero(self.window_ids(pages)))
+        self.pending_window_pages += int(np.count_nonzero(self.window_ids(pages)))
 
     def committed(self, step: int) -> None:
         """Plan `step` has committed: free the pages that waited for it."""
         self._committed = step
-        for _ in range(len(self._releases)):
-            release = self._releases.popleft()
+        for _ in range(len(self.releases)):
+            release = self.releases.popleft()
             if release.last_step <= step:
                 self._releasing_pages -= self._private_pages(release)
-                self._pending_window_pages -= release.window_pages
+                self.pending_window_pages -= release.window_pages
                 self._give_back(release)
             else:
-                self._releases.append(release)
-        for _ in range(len(self._pending_frees)):
-            last_step, pages = self._pending_frees.popleft()
+                self.releases.append(release)
+        for _ in range(len(self.pending_frees)):
+            last_step, pages = self.pending_frees.popleft()
             if last_step <= step:
                 self._releasing_pages -= len(pages)
-                self._pending_window_pages -= int(np.count_nonzero(self.window_ids(pages)))
+                self.pending_window_pages -= int(np.count_nonzero(self.window_ids(pages)))
                 self.allocator.free(pages)
             else:
-                self._pending_frees.append((last_step, pages))
+                self.pending_frees.append((last_step, pages))
 
     def hold_written(self, number: int, release: Release) -> None:
         """A row ended while its pages beyond `cached` are being written: hold them, and free the rest."""

@@ -110,7 +110,7 @@ class Planner:
             # One token in flight is on the device already. Of drafts in flight, the number accepted is unknown.
             known = table.known[rows]
             ready = (starts < known) | (starts == known) & (drafts == 0)
-            if self._should_wait_to_verify(drafts, ready, starts):
+            if self.should_wait_to_verify(drafts, ready, starts):
                 return
             rows, starts, drafts = rows[ready], starts[ready], drafts[ready]
             if not len(rows) or (drafts.any() and self._verify(builder, rows, starts, drafts)):
@@ -130,7 +130,7 @@ class Planner:
         builder.decode(rows, starts)
         self._state.charge_decode(rows)
 
-    def _should_wait_to_verify(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
+    def should_wait_to_verify(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
         """Whether rows that are ready to verify should wait for the others, whose last step is in flight.
 
         Otherwise two groups of rows would alternate permanently. Where the time to read the weights dominates, each of

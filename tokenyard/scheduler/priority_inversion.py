@@ -22,7 +22,7 @@ class PriorityInversion:
         self._admitted_count: dict[int, int] = {}
         self._held: Counter[int] = Counter()
         self._waiting: dict[int, tuple[int, int]] = {}
-        self._spent: dict[int, int] = {}
+        self.spent: dict[int, int] = {}
         self._since_ns = 0
 
     def enqueued(self, row: int, level: int, now: int) -> int:
@@ -55,11 +55,11 @@ class PriorityInversion:
         """Count the time since the last change for the least urgent admitted level."""
         if self._held and now > self._since_ns:
             level = min(self._held)
-            if level not in self._spent and len(self._spent) >= MAX_LEVELS:
-                level = min(self._spent, key=lambda kept: (abs(kept - level), kept))
-            self._spent[level] = self._spent.get(level, 0) + now - self._since_ns
+            if level not in self.spent and len(self.spent) >= MAX_LEVELS:
+                level = min(self.spent, key=lambda kept: (abs(kept - level), kept))
+            self.spent[level] = self.spent.get(level, 0) + now - self._since_ns
         self._since_ns = max(now, self._since_ns)
 
     def _below(self, level: int) -> int:
         """Time in ns so far in which a request less urgent than `level` had a place."""
-        return sum(spent for lowest, spent in self._spent.items() if lowest < level)
+        return sum(spent for lowest, spent in self.spent.items() if lowest < level)

@@ -123,7 +123,7 @@ class SchedulerState:
         self.drafting = False
         self.holders: PrefixHolders | None = None
         self._loads: dict[bytes, list[int]] = {}
-        self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
+        self.waiting_index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
         self.reset_memory()
         self.set_policy(settings, 0)
@@ -135,7 +135,7 @@ class SchedulerState:
         admitted = len(self.loading) + len(self.prefilling) + len(self.running)
         self.observer.joined(row, len(self.waiting), admitted, now)
         self.waiting.append(row)
-        self._index.add(row)
+        self.waiting_index.add(row)
         self.queue_timeouts.start(int(self.table.number[row]), now)
 
     def admit(self, row: int, hit: int, now: int) -> None:
@@ -146,11 +146,11 @@ class SchedulerState:
     def begin_output(self, row: int, token: int, now: int) -> None:
         """Append and deliver the first token of a waiting row's answer, which another engine sampled."""
         table, request_state = self.table, self.table.request_state(row)
-        self._index.remove(row)
+        self.waiting_index.remove(row)
         request_state.known_ids = np.append(request_state.known_ids, np.int32(token))
         table.known[row] = table.target[row] = len(request_state.known_ids)
         table.first_token_ns[row] = now
-        self._index.add(row)
+        self.waiting_index.add(row)
         self._emit_started(row)
         column = np.array([row])
         self.outbox.tokens(table.number[column], np.array([token], np.int32), table.hit[column])
@@ -232,7 +232,7 @@ class SchedulerState:
         """The common part of every admission: `row` leaves the queue and has a pool row."""
         table = self.table
         request_state = table.request_state(row)
-        self._index.remove(row)
+        self.waiting_index.remove(row)
         sampling = request_state.request.sampling
         self.stop_tokens.write(int(table.pool_row[row]), self.stop_token_ids(sampling))
         self.observer.admitted(row, hit, now)
@@ -330,7 +330,7 @@ class SchedulerState:
         table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = table.drafts[row] = 0
         table.state[row] = RowState.WAITING
         self.waiting.insert_by(row, table.seq)
-        self._index.add(row)
+        self.waiting_index.add(row)
         self.sweep()
         if why == "paused":
             self._pages_returned += 1
@@ -381,7 +381,7 @@ class SchedulerState:
                 self._hand_over(row)
             else:
                 self._release_pages(row)
-        self._index.forget(row)
+        self.waiting_index.forget(row)
         if reason != "abort":
             self.policy.finished(row)
             self.policy.headroom.finished(output)
@@ -506,7 +506,7 @@ class SchedulerState:
             prefill_steps_in_row=self.prefill_steps_in_row,
             first_seq=first_seq,
             cost=self.cost,
-            prefixes=self._index.forest if self._index.active else None,
+            prefixes=self.waiting_index.forest if self.waiting_index.active else None,
             tenant_prefixes=self.holders if self.limits.shares else None,
             loading=self.loading.rows.copy(),
         )
@@ -563,10 +563,10 @@ class SchedulerState:
     def _watch_tree(self) -> None:
         """Keep the index of waiting rows while the policy reads it and there is a tree."""
         wanted = (self.policy.needs_tree or self.policy.uses_hits) and self.memory.tree.enabled
-        if wanted and not self._index.active:
-            self._index.activate(self.memory, self.waiting.rows.tolist())
+        if wanted and not self.waiting_index.active:
+            self.waiting_index.activate(self.memory, self.waiting.rows.tolist())
         elif not wanted:
-            self._index.deactivate()
+            self.waiting_index.deactivate()
 
     def reset_memory(self) -> None:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
@@ -576,8 +576,8 @@ class SchedulerState:
         if self.settings.enable_kv_events:
             # Clearing the new tree emits an event, on which subscribers drop their state of the old one.
             self.memory.tree.clear()
-        if self._index.active:
-            self._index.activate(self.memory, self.waiting.rows.tolist())
+        if self.waiting_index.active:
+            self.waiting_index.activate(self.memory, self.waiting.rows.tolist())
         if self.holders is not None:
             self.holders = PrefixHolders(self.table, self.memory.tree)
 

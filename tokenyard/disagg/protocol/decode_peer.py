@@ -84,7 +84,7 @@ class DecodePeer:
         self._page_size = page_size
         self._peers: dict[str, Peer] = {}
         self._by_connection: dict[int, Peer] = {}
-        self._prefills: dict[str, RemotePrefill] = {}
+        self.prefills: dict[str, RemotePrefill] = {}
         self._by_number: dict[int, RemotePrefill] = {}
         self._actions: list[Action] = []
 
@@ -96,12 +96,12 @@ class DecodePeer:
     @property
     def open_keys(self) -> int:
         """How many prompts other engines compute, or are being read from them."""
-        return len(self._prefills)
+        return len(self.prefills)
 
     @property
     def offered(self) -> list[int]:
         """The numbers of requests whose KV is offered and for which no `Load` has come yet."""
-        return [job.numbers[0] for job in self._prefills.values() if job.state == "offered"]
+        return [job.numbers[0] for job in self.prefills.values() if job.state == "offered"]
 
     def peers(self) -> list[Peer]:
         """All known prefill engines."""
@@ -114,7 +114,7 @@ class DecodePeer:
         known = self._peers.setdefault(name, Peer(name))
         known.number, known.last_message_ns, known.beat_ns = peer, now, now
         self._by_connection[peer] = known
-        for job in self._prefills.values():
+        for job in self.prefills.values():
             if job.peer is known and job.state == "unsent":
                 job.state = "wanted"
                 self._actions.append(Send(peer, job.want))
@@ -127,7 +127,7 @@ class DecodePeer:
         known.number = None
         if not known.open_keys:
             del self._peers[known.name]
-        jobs = [job for job in self._prefills.values() if job.peer is known and job.state not in ("unsent", "failed")]
+        jobs = [job for job in self.prefills.values() if job.peer is known and job.state not in ("unsent", "failed")]
         for job in jobs:
             self._fail(job, why, now)
         if jobs:
@@ -135,7 +135,7 @@ class DecodePeer:
 
     def unreachable(self, name: str, now: int) -> None:
         """Handle a failed attempt to connect to the engine `name`."""
-        waiting = [job for job in self._prefills.values() if job.peer.name == name and job.state == "unsent"]
+        waiting = [job for job in self.prefills.values() if job.peer.name == name and job.state == "unsent"]
         for job in waiting:
             self._fail(job, "unreachable", now)
 
@@ -157,7 +157,7 @@ class DecodePeer:
         known = self._peers.setdefault(peer, Peer(peer))
         job = RemotePrefill(want, list(numbers), known, "unsent", now + timeout_ns, takes_token)
         known.open_keys += 1
-        self._prefills[want.key] = self._by_number[job.numbers[0]] = job
+        self.prefills[want.key] = self._by_number[job.numbers[0]] = job
         if known.number is None:
             return
         job.state = "wanted"
@@ -182,7 +182,7 @@ class DecodePeer:
 
     def read_ended(self, key: str, why: str, now: int) -> None:
         """Handle the end of a read, after which nothing writes to its pages; `why` it failed, "" if it succeeded."""
-        job = self._prefills.get(key)
+        job = self.prefills.get(key)
         if job is None or job.load is None:
             return
         if job.state == "failed":
@@ -219,7 +219,7 @@ class DecodePeer:
         if isinstance(message, Beat):
             self._handle_beat(known, message, now)
             return
-        job = self._prefills.get(message.key)
+        job = self.prefills.get(message.key)
         if job is None or job.peer is not known:
             if isinstance(message, Offer):
                 self._actions.append(Send(peer, Drop(message.key)))
@@ -252,7 +252,7 @@ class DecodePeer:
         peer.load_s, peer.slowdown = beat.load_s, beat.slowdown
         known = set(beat.keys)
         for key in peer.beat_keys - known:
-            job = self._prefills.get(key)
+            job = self.prefills.get(key)
             # Validation may have ended a key there already; the answer is then still in transit.
             if job is not None and job.state in ("wanted", "offered", "reading"):
                 self._fail(job, "unknown there", now)
@@ -269,7 +269,7 @@ class DecodePeer:
                 self.lost(peer.number, now, "silent")
             elif now - peer.beat_ns >= self._timeouts.beat_ns:
                 self._beat(peer, now)
-        for job in [job for job in self._prefills.values() if now >= job.until and job.state != "failed"]:
+        for job in [job for job in self.prefills.values() if now >= job.until and job.state != "failed"]:
             self._send(job, Drop(job.want.key))
             if job.state != "offered":
                 self._back_off(job.peer, now)
@@ -277,14 +277,14 @@ class DecodePeer:
 
     def next_ns(self) -> int | None:
         """When to call `tick` next; None if not needed."""
-        times = [job.until for job in self._prefills.values() if job.state != "failed"]
+        times = [job.until for job in self.prefills.values() if job.state != "failed"]
         for peer in self._peers.values():
             if peer.number is not None and peer.open_keys:
                 times += [peer.beat_ns + self._timeouts.beat_ns, peer.last_message_ns + self._timeouts.silence_ns]
         return min(times, default=None)
 
     def _beat(self, peer: Peer, now: int) -> None:
-        keys = [job.want.key for job in self._prefills.values() if job.peer is peer and job.state != "unsent"]
+        keys = [job.want.key for job in self.prefills.values() if job.peer is peer and job.state != "unsent"]
         peer.beat_ns = now
         peer.beat_keys = frozenset(keys)
         assert peer.number is not None
@@ -340,5 +340,5 @@ class DecodePeer:
         if not job.peer.open_keys:
             # It sends no heartbeats while no key is open, so its last values would become stale.
             job.peer.load_s, job.peer.slowdown = 0.0, 1.0
-        del self._prefills[job.want.key]
+        del self.prefills[job.want.key]
         del self._by_number[job.numbers[0]]

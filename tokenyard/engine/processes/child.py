@@ -64,7 +64,7 @@ def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoR
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Shows where a process hangs or dies whose Python cannot say so any more.
     faulthandler.enable()
-    task = decode_task(_read_line(STDIN))
+    task = decode_task(read_line(STDIN))
     set_up_logging(task.config.log_level, task.config.log_format)
     try:
         work(task, lambda message: _report(report_fd, message))
@@ -84,7 +84,7 @@ def _report(fd: int, message: ChildReport) -> None:
     os.write(fd, encode_line(message))
 
 
-def _read_line(fd: int) -> bytes:
+def read_line(fd: int) -> bytes:
     """Read exactly one line, byte by byte: what follows it is the word to stop, which `Inbox` must still see."""
     line = bytearray()
     while not line.endswith(b"\n") and (byte := os.read(fd, 1)):

@@ -284,7 +284,7 @@ class Supervisor:
                 tries = chain((0.0,), tries)
             started, reason = await self._start_again(child, reason, tries, config, note)
             if started is None:
-                self._give_up(child.rank, reason)
+                self.give_up(child.rank, reason)
                 return
             child = started
             self._listener.rank_ready(child.rank, child.source)
@@ -312,7 +312,8 @@ class Supervisor:
                     break
         return None, reason
 
-    def _give_up(self, rank: int, reason: str) -> None:
+    def give_up(self, rank: int, reason: str) -> None:
+        """Do without a rank that cannot be restarted; ends the engine with the last one."""
         self._abandoned_ranks += 1
         # Ranks that compute together cannot go on without one of them.
         if self._abandoned_ranks == self._config.ranks or self._config.enable_dp_attention:

@@ -110,12 +110,12 @@ class FlashInferAttention(FusedKvWriteAttention):
             taken = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
             return _Plan({window: decode() for window in windows}, {window: extend() for window in windows}, taken)
 
-        self._plans = [plan() for _ in range(PLANS)]
+        self.plans = [plan() for _ in range(PLANS)]
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Plan the step for each window; see AttentionBackend."""
-        self._plans.append(self._plans.pop(0))
-        plan = self._plans[-1]
+        self.plans.append(self.plans.pop(0))
+        plan = self.plans[-1]
         if plan.taken is not None:
             # A plan is copied from its wrapper's pinned memory, which the next plan overwrites: wait for that copy.
             plan.taken.synchronize()
@@ -140,7 +140,7 @@ class FlashInferAttention(FusedKvWriteAttention):
 
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attend with keys and values that are in the pool; see FusedKvWriteAttention."""
-        q, decodes, plan, window = q.contiguous(), batch.decode_rows, self._plans[-1], self._spec.windows[layer]
+        q, decodes, plan, window = q.contiguous(), batch.decode_rows, self.plans[-1], self._spec.windows[layer]
         shape = (-1, self._pages.page_size, self._kv_heads, self._head_dim)
         keys, values = (side.view(shape) for side in self._pool.layer(layer))
         out = torch.empty_like(q)

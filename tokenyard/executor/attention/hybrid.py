@@ -38,15 +38,15 @@ class HybridAttention(Generic[Backend]):
             self._backends.append(make(pool, pages, _part(spec, full)))
         self._places = {layer: (0, own) for own, layer in enumerate(local)}
         self._places |= {layer: (1, own) for own, layer in enumerate(full)}
-        self._batches: list[ForwardBatch] = []
+        self.batches: list[ForwardBatch] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Compute what the step needs in each group; see AttentionBackend."""
         slots = self._window_pages.slots(batch.pool_rows, batch.positions).to(torch.int64)
         # Rows that fill up a recorded batch write to page 0 in either pool; they only look like pool row 0.
         slots.masked_fill_(batch.slots < self._window_pages.page_size, 0)
-        self._batches = [replace(batch, slots=slots, attention={}), batch]
-        for backend, own in zip(self._backends, self._batches, strict=False):
+        self.batches = [replace(batch, slots=slots, attention={}), batch]
+        for backend, own in zip(self._backends, self.batches, strict=False):
             backend.prepare(own)
 
     def forward(
@@ -59,7 +59,7 @@ class HybridAttention(Generic[Backend]):
     def _own(self, layer: int) -> tuple[Backend, int, ForwardBatch]:
         """Return the backend of a layer's group, the layer's number there and the prepared batch."""
         group, own = self._places[layer]
-        return self._backends[group], own, self._batches[group]
+        return self._backends[group], own, self.batches[group]
 
 
 class HybridFusedKvWriteAttention(HybridAttention[FusedKvWriteAttention]):

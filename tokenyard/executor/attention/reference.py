@@ -76,7 +76,7 @@ class GatherAttention:
         self._kv_heads, self._head_dim = pool.tensor.shape[3:]
         self._head_numbers = torch.arange(self._kv_heads, dtype=torch.int32, device=pool.tensor.device)[:, None]
         self._attend = choose_torch_attention(pool.tensor.device, spec)
-        self._workspace = pool.tensor.new_empty(2, 0, self._head_dim)
+        self.workspace = pool.tensor.new_empty(2, 0, self._head_dim)
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Compute which vectors of the pool and which masks the step needs; see AttentionBackend."""
@@ -114,13 +114,13 @@ class GatherAttention:
     def _gather(self, layer: int, vectors: torch.Tensor, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [*rows, kv heads, keys, head_dim]; they are valid until the next call."""
         count = len(vectors)
-        if self._workspace.shape[1] < count:
+        if self.workspace.shape[1] < count:
             # One space for all layers and steps: on a CPU, fresh memory of this size costs more than filling it. With
             # room to spare, because each step of a decode needs a little more than the one before.
-            self._workspace = self._workspace.new_empty(2, 0, self._head_dim)
-            self._workspace = self._workspace.new_empty(2, count + count // 4, self._head_dim)
+            self.workspace = self.workspace.new_empty(2, 0, self._head_dim)
+            self.workspace = self.workspace.new_empty(2, count + count // 4, self._head_dim)
         found = []
-        for source, target in zip(self._pool.layer(layer), self._workspace, strict=True):
+        for source, target in zip(self._pool.layer(layer), self.workspace, strict=True):
             target = target[:count]
             torch.index_select(source.view(-1, self._head_dim), 0, vectors, out=target)
             found.append(target.view(*rows, self._kv_heads, -1, self._head_dim))

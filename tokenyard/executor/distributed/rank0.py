@@ -279,7 +279,7 @@ class TensorParallelExecutor(Rank0Executor):
     def _run(self, ticket: Ticket) -> None:
         """Compute a step with all ranks. A rank that fails within it cannot rejoin the others, so all end."""
         plan = ticket.plan
-        self.ranks.send(plan, [(first, end) for first, end, _ in prompt_ranges(plan, self._sampler.rows)])
+        self.ranks.send(plan, [(first, end) for first, end, _ in prompt_ranges(plan, self.sampler.rows)])
         try:
             super()._run(ticket)
         except DeviceLostError:

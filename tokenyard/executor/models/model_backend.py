@@ -34,32 +34,32 @@ class TorchModel:
     def __init__(self, decoder: Decoder, attention: AttentionBackend) -> None:
         self.attention_spec = decoder.attention_spec
         self.attention = attention
-        self._decoder = decoder
+        self.decoder = decoder
         self.states = torch.empty(0)
 
     def hidden_like(self, batch: ForwardBatch) -> torch.Tensor:
         """Return memory for the hidden states of a batch, [tokens, hidden], as the layers compute them."""
-        return self._decoder.hidden_states(len(batch.token_ids))
+        return self.decoder.hidden_states(len(batch.token_ids))
 
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute a batch; see ModelBackend."""
         self.layers(batch)
-        return self._decoder.logits(self.states[batch.logit_tokens])
+        return self.decoder.logits(self.states[batch.logit_tokens])
 
     def layers(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute a batch without its logits, as a rank of several that does not sample: [tokens, hidden]."""
         self.attention.prepare(batch)
-        self.states = self._decoder.forward(batch, self.attention)
+        self.states = self.decoder.forward(batch, self.attention)
         return self.states
 
     def idle(self) -> None:
         """Compute an idle batch in a step of other ranks."""
-        self._decoder.idle()
+        self.decoder.idle()
 
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return logits of tokens of the last step; see ModelBackend."""
-        return self._decoder.logits(self.states[first:last])
+        return self.decoder.logits(self.states[first:last])
 
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Return hidden states of tokens of the last step; see ModelBackend."""
-        return self._decoder.normed(self.states[first:last]).float()
+        return self.decoder.normed(self.states[first:last]).float()

@@ -125,14 +125,15 @@ def load_library() -> Library:
 
     Raises NoLibraryError, in one line; later calls raise the same error.
     """
-    found = _load()
+    found = load_once()
     if isinstance(found, NoLibraryError):
         raise found
     return found
 
 
 @functools.cache
-def _load() -> Library | NoLibraryError:
+def load_once() -> Library | NoLibraryError:
+    """The library, or why there is none; the same for each call in a process."""
     if os.environ.get(DISABLE_VARIABLE):
         return NoLibraryError(f"{DISABLE_VARIABLE} is set")
     if sys.platform != "linux":

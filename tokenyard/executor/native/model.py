@@ -245,16 +245,16 @@ class NativeModel:
         self._decoder, self._pool, self._pages, self._fixed_order = decoder, pool, pages, fixed_order
         self._functions = decoder.engine.functions
         self._vocabulary = decoder.config.vocab_size
-        self._logits = torch.empty(0, self._vocabulary)
+        self.logits_buffer = torch.empty(0, self._vocabulary)
         self._window_slots = torch.empty(0, dtype=torch.int64)
 
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute a batch; see ModelBackend."""
         wanted = len(batch.logit_tokens)
-        if len(self._logits) < wanted:
+        if len(self.logits_buffer) < wanted:
             # Kept from step to step: fresh pages cost more than filling them.
-            self._logits = torch.empty(wanted, self._vocabulary)
-        logits = self._logits[:wanted]
+            self.logits_buffer = torch.empty(wanted, self._vocabulary)
+        logits = self.logits_buffer[:wanted]
         step = describe_step(batch, self._pool, self._pages, logits, fixed_order=self._fixed_order)
         self._describe_windows(step, batch)
         adapters = self._decoder.adapters

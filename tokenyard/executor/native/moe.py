@@ -37,27 +37,27 @@ class NativeMoe:
     def __init__(
         self, engine: NativeRuntime, dtype: torch.dtype, config: ModelConfig, weights: Weights, layer: int
     ) -> None:
-        self._engine, self._functions = engine, engine.functions
-        self._active = engine.active_dtype(dtype)
+        self._engine, self.functions = engine, engine.functions
+        self.activations = engine.active_dtype(dtype)
         wanted = describe_moe(config, dtype)
-        self._layer = self._functions.ty_experts_new(engine.pool, engine.level, ctypes.byref(wanted))
-        if not self._layer:
+        self.handle = self.functions.ty_experts_new(engine.pool, engine.level, ctypes.byref(wanted))
+        if not self.handle:
             raise ConfigError(NO_MEMORY)
         assert config.experts is not None
         for product in expert_products(config, layer):
             found = fused_parts(weights, product.outputs, product.inputs, config.experts.bias)
-            call = partial(self._functions.ty_experts_linear, self._layer, product.which, product.expert)
+            call = partial(self.functions.ty_experts_linear, self.handle, product.which, product.expert)
             with_addresses(call, *found)
 
     def __del__(self) -> None:
-        if getattr(self, "_layer", None):
-            self._functions.ty_experts_free(self._layer)
+        if getattr(self, "handle", None):
+            self.functions.ty_experts_free(self.handle)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
-        given = x.to(self._active).contiguous()
+        given = x.to(self.activations).contiguous()
         found = torch.empty(x.shape, dtype=torch.float32)
-        check(self._functions.ty_experts_run(self._layer, address(given), len(x), address(found)))
+        check(self.functions.ty_experts_run(self.handle, address(given), len(x), address(found)))
         return found.to(x.dtype)
 
 

@@ -31,8 +31,8 @@ class Sampler:
         sampling_backend: top_k_top_p.SamplingBackend | None = None,
     ) -> None:
         """Start with no rows. sampling_backend: None to sample by torch."""
-        self._sampling_backend = sampling_backend
-        self._likeliest = top_k_top_p.likeliest if sampling_backend is None else sampling_backend.likeliest
+        self.sampling_backend = sampling_backend
+        self.likeliest = top_k_top_p.likeliest if sampling_backend is None else sampling_backend.likeliest
         self.rows = SamplingRows(max_pool_rows, vocab_size, eos_token_ids, device)
         self._penalties = Penalties(max_pool_rows, vocab_size, device)
         self._device = device
@@ -59,7 +59,7 @@ class Sampler:
             self._penalise(logits, pool_rows, np.flatnonzero(kinds & PENALISED))
         if masks is not None:
             masks.apply(logits)
-        tokens = self._likeliest(logits)
+        tokens = self.likeliest(logits)
         if needed & RANDOM:
             self._draw(logits, tokens, pool_rows, positions, np.flatnonzero(kinds & RANDOM))
         if needed & PENALISED:
@@ -72,7 +72,7 @@ class Sampler:
         the noise of these positions, without penalties, bias and grammar. Nothing is counted.
         """
         kinds = self.rows.kinds[pool_rows]
-        tokens = self._likeliest(logits)
+        tokens = self.likeliest(logits)
         if int(np.bitwise_or.reduce(kinds, initial=0)) & RANDOM:
             self._draw(logits, tokens, pool_rows, positions, np.flatnonzero(kinds & RANDOM))
         return tokens
@@ -130,8 +130,8 @@ class Sampler:
         own = pool_rows[places]
         index = upload((places, own, positions[places]), self._device)
         draws = top_k_top_p.SamplingInputs(index[0], index[1], index[2], tokens, self.rows)
-        if self._sampling_backend is not None:
-            tokens[index[0]] = self._sampling_backend.draw(logits, draws)
+        if self.sampling_backend is not None:
+            tokens[index[0]] = self.sampling_backend.draw(logits, draws)
             return
         scaled = logits[index[0]] / self.rows.temperature(index[1])[:, None]
         self._drop_by_rank(scaled, own)

@@ -54,10 +54,10 @@ class CandidateRun:
 
     def __init__(self, state: LookaheadState, future: SampledFuture, event: SetPolicy) -> None:
         self._state, self._future = state, future
-        self._finishes: dict[int, Finish] = {}
+        self.finishes: dict[int, Finish] = {}
         cost = LinearCost(state.terms)
         info = replace(state.info, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_TOKEN,))
-        self._scheduler = Scheduler(_restore_settings(state.settings), info, cost)
+        self.scheduler = Scheduler(_restore_settings(state.settings), info, cost)
         outputs = np.array(future.outputs, np.int32)
         drafter = make_drafter(state, len(outputs), info.max_pool_rows)
         self._executor = SimExecutor(info, cost, outputs, not state.settings.disable_radix_cache, drafter)
@@ -66,7 +66,7 @@ class CandidateRun:
 
     def _restore_requests(self) -> None:
         """Fill the cache and restore the running requests, without virtual time."""
-        scheduler, future, now = self._scheduler, self._future, self._state.now
+        scheduler, future, now = self.scheduler, self._future, self._state.now
         memory = scheduler.state.memory
         if memory.tree.enabled:
             for ids in future.cached:
@@ -90,7 +90,7 @@ class CandidateRun:
 
     def _change(self, event: SetPolicy) -> None:
         """Continue under the candidate's settings, with the lengths of earlier answers in the headroom."""
-        state, given = self._scheduler.state, self._state
+        state, given = self.scheduler.state, self._state
         state.settings = replace(given.settings, max_in_flight=1)
         state.set_policy(changed(state.settings, event), given.now)
         headroom = state.policy.headroom
@@ -102,7 +102,7 @@ class CandidateRun:
     def score(self, name: str, end_ns: int) -> CandidateScore:
         """Run to `end_ns` and return the score."""
         future, now = self._future, self._state.now
-        replica = SimScheduler(self._scheduler, self._executor, self._note, depth=1)
+        replica = SimScheduler(self.scheduler, self._executor, self._note, depth=1)
         replica.now = now
         first_to_come = future.running + future.waiting
         for request in future.requests[future.running : first_to_come]:
@@ -114,7 +114,7 @@ class CandidateRun:
         return replace(self._score_requests(name, end_ns), steps=replica.steps)
 
     def _note(self, finish: Finish) -> None:
-        self._finishes[finish.number] = finish
+        self.finishes[finish.number] = finish
 
     def _score_requests(self, name: str, end_ns: int) -> CandidateScore:
         """Score the requests.
@@ -142,9 +142,9 @@ class CandidateRun:
 
     def _progress(self, number: int, end_ns: int) -> tuple[int, int, int]:
         """When the first token came (0: not yet), when the last one did, and how many there are (-1: refused)."""
-        future, table = self._future, self._scheduler.state.table
+        future, table = self._future, self.scheduler.state.table
         first_ns, written = future.first_ns[number], future.written[number]
-        finish = self._finishes.get(number)
+        finish = self.finishes.get(number)
         if finish is not None:
             if finish.reason == "abort":
                 return 0, finish.finished_ns, -1

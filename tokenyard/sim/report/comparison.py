@@ -249,8 +249,8 @@ def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
             shown = _some(len(outcome.workload), SCATTER_POINTS)
             payers.dots(outcome.workload.prompt_tokens[shown], outcome.ttft_s[shown], name)
         payers.line(*_p99_by_length(outcome), f"{name}: p99")
-        waits.line(*_beyond(wait_s(outcome)), name)
-        late.line(*_beyond(outcome.late_s), name)
+        waits.line(*beyond(wait_s(outcome)), name)
+        late.line(*beyond(outcome.late_s), name)
     first = next(iter(outcomes.values()))
     order = np.argsort(first.workload.prompt_tokens)[_some(len(first.workload), CDF_POINTS)]
     order = order[np.isfinite(first.ttft_slo_s[order])]
@@ -331,7 +331,7 @@ def distribution(values: Float64Array) -> tuple[Float64Array, Float64Array]:
     return np.quantile(known, shares), 100.0 * shares
 
 
-def _beyond(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+def beyond(values: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Value against the share of all requests with at least that; those that did not finish count as the largest."""
     known = np.sort(values[~np.isnan(values)])
     if not len(known):

@@ -45,14 +45,14 @@ def _queues(name: str, outcome: Outcome) -> Chart:
     shown = sorted(np.argsort(totals)[::-1][:MAX_QUEUES].tolist())
     for number in shown if any(totals) else ():
         here = (outcome.place == number) & outcome.served & (waits_ns > 0)
-        chart.line(*_over_time(outcome.sent_ns, outcome.admitted_ns, here, seconds), names[number])
+        chart.line(*over_time(outcome.sent_ns, outcome.admitted_ns, here, seconds), names[number])
     held = (outcome.place >= 0) & (outcome.sent_ns > outcome.arrival_ns)
     if held.any():
-        chart.line(*_over_time(outcome.arrival_ns, outcome.sent_ns, held, seconds), "at the routers")
+        chart.line(*over_time(outcome.arrival_ns, outcome.sent_ns, held, seconds), "at the routers")
     return chart
 
 
-def _over_time(
+def over_time(
     begin_ns: Int64Array, end_ns: Int64Array, which: BoolArray, seconds: float
 ) -> tuple[Float64Array, Float64Array]:
     """The largest count of `load_curve` in each of `POINTS` equal parts of the run, so that all curves share them."""
