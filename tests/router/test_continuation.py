@@ -395,24 +395,24 @@ def test_another_engine_continues_with_prompt_and_answer_as_its_prompt(path):
     [{"tools": [{}]}, {"response_format": {"type": "json"}}, {"presence_penalty": 1}, {"logprobs": 1}, {"n": 3}],
 )
 def test_another_engine_is_not_asked_what_it_cannot_do(fields):
-    assert continuation_mode(COMPLETIONS, {"prompt": "x", "stream": True, **fields}, ours=False, foreign=True) == ""
+    assert continuation_mode(COMPLETIONS, {"prompt": "x", "stream": True, **fields}, BY_PROMPT_IDS) == ""
 
 
 def test_ways():
     plain = {"prompt": "x", "stream": True}
-    assert continuation_mode(COMPLETIONS, plain, ours=True, foreign=False) == BY_OUTPUT_IDS
-    assert continuation_mode(COMPLETIONS, plain, ours=False, foreign=True) == BY_PROMPT_IDS
-    assert continuation_mode(COMPLETIONS, plain, ours=False, foreign=False) == ""
-    assert continuation_mode(COMPLETIONS, {**plain, "stream": False}, ours=True, foreign=False) == ""
-    assert continuation_mode(COMPLETIONS, {**plain, "prompt": ["a", "b"]}, ours=True, foreign=False) == ""
-    assert continuation_mode("/generate", plain, ours=True, foreign=False) == ""
+    assert continuation_mode(COMPLETIONS, plain, BY_OUTPUT_IDS) == BY_OUTPUT_IDS
+    assert continuation_mode(COMPLETIONS, plain, BY_PROMPT_IDS) == BY_PROMPT_IDS
+    assert continuation_mode(COMPLETIONS, plain, "") == ""
+    assert continuation_mode(COMPLETIONS, {**plain, "stream": False}, BY_OUTPUT_IDS) == ""
+    assert continuation_mode(COMPLETIONS, {**plain, "prompt": ["a", "b"]}, BY_OUTPUT_IDS) == ""
+    assert continuation_mode("/generate", plain, BY_OUTPUT_IDS) == ""
 
 
 def test_a_text_that_looks_like_token_ids_is_left_alone():
     continuation = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
     text = json.dumps({"choices": [{"text": ',"token_ids":[1,2]', "finish_reason": None}]}).encode()
     sent = continuation.feed(b"data: " + text[:-3] + b', "token_ids": [5]}]}\n\n')
-    assert continuation.tokens == [5]
+    assert continuation.outputs[0] == [5]
     assert json.loads(sent[6:])["choices"][0]["text"] == ',"token_ids":[1,2]'
     assert "token_ids" not in json.loads(sent[6:])["choices"][0]
 
@@ -423,7 +423,7 @@ def test_pieces_of_events_are_put_together():
         continuation = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
         sent = b"".join(continuation.feed(stream[i : i + size]) for i in range(0, len(stream), size))
         assert sent == b"".join(b'data: {"choices":[{"text":"%d"}]}\n\n' % i for i in range(20))
-        assert continuation.tokens == list(range(20))
+        assert continuation.outputs[0] == list(range(20))
 
 
 def test_an_answer_that_is_no_stream_goes_by_the_usual_rules():
@@ -453,4 +453,5 @@ def test_offsets_of_log_probabilities_count_from_the_beginning():
     assert offsets_of(continuation.feed(said(3, 6))) == [9, 12]
     continuation.resume_stream()
     assert offsets_of(continuation.feed(said(0))) == [15]
-    assert continuation.feed(b'data: {"choices":[],"usage":{}}\n\n').startswith(b'data: {"id":"i","choices":[]')
+    end = b'data: {"choices":[],"usage":{}}\n\ndata: [DONE]\n\n'
+    assert continuation.feed(end).startswith(b'data: {"id":"i","choices":[]')

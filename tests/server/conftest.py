@@ -58,6 +58,11 @@ class Running:
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx2.Client(base_url=self.url, timeout=20)
 
+    def break_connections(self) -> None:
+        """Abort all connections, from the server's thread."""
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
     def close(self) -> None:
         self.client.close()
         self._server.should_exit = True

@@ -117,6 +117,10 @@ class FakeGenerator:
             return await reader(OutputDelta(0, "", [], len(prompt), 0, 0, self.reject))
         try:
             begun = len(spec.output_ids or [])
+            if begun >= count:
+                whole = [delta(spec, prompt, 0, i, count, self.answer) for i in range(count)]
+                end, text = whole[-1], "".join(piece.text for piece in whole)
+                return await reader(OutputDelta(0, "", [], len(prompt), count, 2, end.finish, said=text))
             for place in range(begun, count):
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)

@@ -16,6 +16,7 @@ from tokenyard.router.header_forwarding import RANK_HEADER, ROUTE_HEADER, Header
 from tokenyard.router.proxy_exchange import Exchange
 from tokenyard.router.request_features import ParsedRequest, Tokenize, parse_body
 from tokenyard.router.router_settings import RouterSettings
+from tokenyard.router.stream_continuation import wants_stream
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Router(DispatchDriver):
             stable=self.shared is not None,
             adapters=self.workers.adapters,
         )
+        parsed.stream = wants_stream(request.path, parsed.fields)
         if parsed.rank is None and (rank := request.get(RANK_HEADER)):
             parsed.rank = parsed.prefill_rank = _rank(rank)
         if self._session_header:

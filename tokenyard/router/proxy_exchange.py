@@ -22,7 +22,6 @@ from tokenyard.router.header_forwarding import DEBUG_HEADER, RANK_HEADER, Header
 from tokenyard.router.http1 import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
 from tokenyard.router.request_features import ParsedRequest
 from tokenyard.router.stream_continuation import (
-    BY_OUTPUT_IDS,
     BY_PROMPT_IDS,
     COMPLETIONS,
     Continuation,
@@ -133,8 +132,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         """The state to continue the stream in this `way` if its worker fails; None if it cannot be continued."""
         if not self._router.settings.continuation:
             return None
-        ours, foreign = way == BY_OUTPUT_IDS, way == BY_PROMPT_IDS
-        way = continuation_mode(self._request.path, self.parsed.fields, ours=ours, foreign=foreign)
+        way = continuation_mode(self._request.path, self.parsed.fields, way)
         return Continuation(self._request.path, self.parsed.fields, way) if way else None
 
     # The response: callbacks of the worker's connection.
@@ -143,7 +141,8 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
     def on_head(self, head: ResponseHead) -> Body | None:
         target, router = self.target, self._router
         assert target is not None
-        follows = head.length is None and head.status == 200 and EVENT_STREAM in head.get(b"content-type")
+        kind = head.get(b"content-type")
+        follows = head.length is None and head.status == 200 and (EVENT_STREAM in kind or JSON_LINES in kind)
         if self._started and not follows:
             router.refused(target, head.status)
             self._drop_upstream()
@@ -228,7 +227,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         if continuation is None or worn_out or not continuation.can_resume(context):
             self._break_off(why)
             return
-        log.warning("a stream continues at another worker after %d tokens: %s", len(continuation.tokens), why)
+        log.warning("a stream continues at another worker after %d tokens: %s", continuation.token_count, why)
         self._failures += 1
         continuation.resume_stream()
         self._drop_upstream()

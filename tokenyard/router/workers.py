@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from tokenyard.base import ConfigError
 from tokenyard.router.router_settings import RouterSettings
-from tokenyard.router.stream_continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS
+from tokenyard.router.stream_continuation import ANY_API, BY_OUTPUT_IDS, BY_PROMPT_IDS
 from tokenyard.router.worker_connection import ConnectionPool, WorkerUrl
 from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.routing.workers import DECODE, PREFILL, Target, Worker, Workers
@@ -42,7 +42,7 @@ class HttpWorker(Worker):
 
     def note_abilities(self) -> None:
         """Set whether it computes prompts alone as a decode engine: vLLM and Tokenyard do, SGLang does not."""
-        self.computes_alone = self.by_params or self.continues == BY_OUTPUT_IDS
+        self.computes_alone = self.by_params or self.continues in (BY_OUTPUT_IDS, ANY_API)
 
 
 HttpTarget = Target[HttpWorker]
@@ -101,7 +101,7 @@ class HttpWorkers(Workers[HttpWorker]):
         lengths = [card.get("max_model_len") for card in cards]
         worker.context_length = lengths[0] if lengths and isinstance(lengths[0], int) else None
         worker.by_params = any(card.get("owned_by") == "vllm" for card in cards)
-        if worker.continues != BY_OUTPUT_IDS:
+        if worker.continues not in (BY_OUTPUT_IDS, ANY_API):
             worker.continues = BY_PROMPT_IDS if worker.by_params else ""
         worker.note_abilities()
         self.set_models(worker, frozenset(str(card["id"]) for card in cards) | frozenset(names), bases)
@@ -109,7 +109,7 @@ class HttpWorkers(Workers[HttpWorker]):
     def set_info(self, worker: HttpWorker, info: dict[str, Any]) -> None:
         """Apply a worker's /server_info. Bootstrap ports have SGLang's names."""
         if info.get("continues_output_ids") is True:
-            worker.continues = BY_OUTPUT_IDS
+            worker.continues = ANY_API if info.get("continues_any_api") is True else BY_OUTPUT_IDS
         worker.note_abilities()
         port, ports = info.get("disaggregation_bootstrap_port"), info.get("disaggregation_bootstrap_ports")
         if port and _is_port(port):

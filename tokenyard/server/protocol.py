@@ -148,7 +148,21 @@ class IgnoredFields:
 
 
 @dataclass(kw_only=True)
-class OpenAIFields(SamplingFields, SchedulingFields, DisaggFields, UnsupportedFields, IgnoredFields):
+class ContinuationFields:
+    """Fields with which a router continues a stream at another engine: of all APIs.
+
+    output_ids: the tokens of the answer that the client already has; a list for each of several answers.
+    return_token_ids: whether events carry the ids of their tokens.
+    """
+
+    output_ids: list[int | list[int]] | None = None
+    return_token_ids: bool | None = None
+
+
+@dataclass(kw_only=True)
+class OpenAIFields(
+    SamplingFields, SchedulingFields, DisaggFields, ContinuationFields, UnsupportedFields, IgnoredFields
+):
     """Fields that chat and text completions share."""
 
     model: str | None = None
@@ -157,7 +171,6 @@ class OpenAIFields(SamplingFields, SchedulingFields, DisaggFields, UnsupportedFi
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
     return_x_sched: bool | None = None
     request_id: str | None = None
     response_format: dict[str, Any] | None = None
@@ -166,7 +179,6 @@ class OpenAIFields(SamplingFields, SchedulingFields, DisaggFields, UnsupportedFi
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    output_ids: list[int] | None = None
     prediction: dict[str, Any] | None = None
 
 
@@ -210,7 +222,7 @@ class NativeSampling(SamplingFields):
 
 
 @dataclass(kw_only=True)
-class NativeRequest(SchedulingFields, DisaggFields, UnsupportedFields):
+class NativeRequest(SchedulingFields, DisaggFields, ContinuationFields, UnsupportedFields):
     """`POST /generate`, one prompt or a batch."""
 
     text: str | list[str] | None = None

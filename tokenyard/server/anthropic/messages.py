@@ -12,7 +12,7 @@ from tokenyard.base import InvalidRequestError
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.openai.chat_output import has_tool_calls
-from tokenyard.server.openai.completions import prepare_chat, run_events
+from tokenyard.server.openai.completions import prepare_chat, write_answer
 from tokenyard.server.parse.argument_types import loads_lenient
 from tokenyard.server.parse.events import (
     ContentText,
@@ -23,7 +23,7 @@ from tokenyard.server.parse.events import (
     ToolCallStart,
 )
 from tokenyard.server.prompts import chat_prompt, check_chat_body
-from tokenyard.server.protocol import ChatRequest, parse_body
+from tokenyard.server.protocol import ChatRequest, ContinuationFields, parse_body
 
 BILLING_LINE = "x-anthropic-billing-header"
 """Claude Code writes a line with a number of the request at the very front, which no two prompts would share."""
@@ -44,7 +44,7 @@ class CountRequest:
 
 
 @dataclass(kw_only=True)
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, ContinuationFields):
     """`POST /v1/messages`."""
 
     max_tokens: int
@@ -67,25 +67,12 @@ async def messages(call: RequestContext) -> None:
     chat.stop = body.stop_sequences
     user = (body.metadata or {}).get("user_id")
     chat.user = user[:256] if isinstance(user, str) else None
+    chat.output_ids, chat.return_token_ids = body.output_ids, body.return_token_ids
     job = await prepare_chat(call, chat)
     writer = MessageWriter(job.head["model"])
+    answer = await write_answer(call, job, writer)
     if not body.stream:
-        blocks: list[bytes] = []
-
-        async def keep(answer: CompletionOutput, events: Sequence[Event]) -> None:
-            blocks.append(writer.pieces(answer, events))
-
-        answer = await run_events(call, job, keep)
         await call.reply.whole(orjson.dumps(writer.whole(answer)))
-        return
-
-    async def send(answer: CompletionOutput, events: Sequence[Event]) -> None:
-        data = writer.pieces(answer, events)
-        if data:
-            await call.reply.event(data)
-
-    await run_events(call, job, send)
-    await call.reply.end()
 
 
 async def count_tokens(call: RequestContext) -> None:
@@ -247,6 +234,10 @@ class MessageWriter:
         if answer.finish is not None:
             out += self._end(answer)
         return b"".join(out)
+
+    def replay(self, answer: CompletionOutput, events: Sequence[Event]) -> None:
+        """Take output that the client already has."""
+        self.pieces(answer, events)
 
     def whole(self, answer: CompletionOutput) -> dict[str, Any]:
         """The message, once its answer has ended."""

@@ -40,7 +40,7 @@ def _responses_error(body: bytes) -> dict[str, object]:
 
 
 def _ollama_error(error: TokenyardError) -> bytes:
-    return orjson.dumps({"error": error.message})
+    return orjson.dumps({"error": error.message, "code": outcome_of(error).code})
 
 
 OPENAI = Dialect(SERVER_SENT, error_body, lambda body: b"data: " + body + b"\n\n")

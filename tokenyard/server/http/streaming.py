@@ -1,7 +1,7 @@
 """ASGI responses, server-sent events, and cancellation when a client disconnects."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import orjson
@@ -187,6 +187,12 @@ class ChunkWriter:
                 extra + b"}]" + last + b"}\n\n",
             )
         )
+
+
+def with_token_ids(events: bytes, token_ids: Sequence[int]) -> bytes:
+    """Events of a stream, of which the last one also has the ids of all their tokens."""
+    end = len(events.rstrip(b"\n")) - 1
+    return b"".join((events[:end], b',"token_ids":', orjson.dumps(token_ids), events[end:]))
 
 
 def closing_event(head: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:

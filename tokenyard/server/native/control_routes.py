@@ -314,6 +314,7 @@ async def server_info(state: State) -> dict[str, Any]:
         "version": __version__,
         "boot_id": state.boot_id,
         "continues_output_ids": True,
+        "continues_any_api": True,
         "status": state.phase,
         "dp_size": size,
         "disaggregation_bootstrap_ports": [ports.get(rank, 0) for rank in range(size)] if any(ports.values()) else [],

@@ -12,6 +12,7 @@ from tokenyard.engine.frontend.paused_requests import PausedRequests
 from tokenyard.server.http.generate import CompletionOutput, RequestContext, collect, run
 from tokenyard.server.http.large_bodies import run_off_loop
 from tokenyard.server.http.streaming import DONE
+from tokenyard.server.openai.completions import begun_elsewhere
 from tokenyard.server.openai.disagg_params import set_kv_routes
 from tokenyard.server.openai.logprobs import native_logprobs
 from tokenyard.server.openai.sampling_fields import (
@@ -39,6 +40,8 @@ class PreparedNativeRequest:
     with_text: whether log-probabilities carry the tokens' text.
     empty: per prompt, whether nothing is to be generated.
     logprob_from: first prompt position with log-probabilities, -1 for none.
+    begun: whether the answers were begun elsewhere, and are repeated from their beginning.
+    rid: the id of answers that were begun elsewhere; "" for that of the spec.
     """
 
     specs: list[GenerateReqInput]
@@ -47,6 +50,8 @@ class PreparedNativeRequest:
     with_text: bool
     empty: list[bool]
     logprob_from: int
+    begun: bool = False
+    rid: str = ""
 
     def drops_output(self, index: int) -> bool:
         """Whether max_new_tokens is 0: the engine samples one token, which the answer leaves out."""
@@ -93,7 +98,7 @@ async def _answer(call: RequestContext, job: PreparedNativeRequest, *, stream: b
     if stream:
         await _stream(call, job)
         return
-    answers = await collect(call, job.specs, job.n)
+    answers = await collect(call, job.specs, job.specs[0].sampling.n)
     results = [_result(call, job, index, answer) for index, answer in enumerate(answers)]
     await call.reply.whole(orjson.dumps(results if job.batch or job.n > 1 else results[0]))
 
@@ -126,7 +131,12 @@ async def _job(call: RequestContext, body: NativeRequest) -> PreparedNativeReque
     n = specs[0].sampling.n
     if any(spec.sampling.n != n for spec in specs):
         raise InvalidRequestError("all prompts of a batch must have the same n", param="sampling_params")
-    return PreparedNativeRequest(specs, n, batch, bool(body.return_text_in_logprobs), empty, start)
+    job = PreparedNativeRequest(specs, n, batch, bool(body.return_text_in_logprobs), empty, start)
+    if body.output_ids:
+        if batch or body.return_logprob:
+            raise InvalidRequestError("output_ids need one prompt, without log-probabilities", param="output_ids")
+        job.specs, job.begun, job.rid = begun_elsewhere(specs[0], body), True, specs[0].rid
+    return job
 
 
 def _logprob_from(body: NativeRequest, empty: bool) -> int:
@@ -206,11 +216,17 @@ def _top(value: int | None) -> int:
 
 async def _stream(call: RequestContext, job: PreparedNativeRequest) -> None:
     """Stream the answers; each event repeats all text and tokens so far, as SGLang's clients expect."""
-    answers = [CompletionOutput() for _ in range(len(job.specs) * job.n)]
+    stride = job.specs[0].sampling.n
+    answers = [CompletionOutput() for _ in range(len(job.specs) * stride)]
+    if job.begun:
+        for answer, spec in zip(answers, job.specs, strict=True):
+            answer.token_ids = list(spec.output_ids if spec.output_ids is not None else ())
     several = job.batch or job.n > 1
 
     async def take(place: int, delta: OutputDelta) -> None:
-        index = place * job.n + delta.index
+        index = place * stride + delta.index
+        if job.begun:
+            answers[index].text = answers[index].text or delta.said
         answers[index].add(delta, keep=True)
         result = _result(call, job, index, answers[index])
         if several:
@@ -224,11 +240,11 @@ async def _stream(call: RequestContext, job: PreparedNativeRequest) -> None:
 
 def _result(call: RequestContext, job: PreparedNativeRequest, index: int, answer: CompletionOutput) -> dict[str, Any]:
     """One answer with its meta_info."""
-    spec = job.specs[index // job.n]
+    spec = job.specs[index // job.specs[0].sampling.n]
     if job.drops_output(index):
         answer = _without_output(answer)
     meta: dict[str, Any] = {
-        "id": spec.rid,
+        "id": job.rid or spec.rid,
         "finish_reason": _finish_reason(answer.finish),
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,

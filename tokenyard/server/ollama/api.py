@@ -14,11 +14,11 @@ from tokenyard.base import InvalidRequestError
 from tokenyard.base.version import __version__
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.native.control_routes import Body, State
-from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion, run_events
+from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion, write_answer
 from tokenyard.server.parse.argument_types import loads_lenient
 from tokenyard.server.parse.events import ContentText, Event, ParsedToolCall, ReasoningText
 from tokenyard.server.prompts import check_chat_body
-from tokenyard.server.protocol import ChatRequest, CompletionRequest, parse_body
+from tokenyard.server.protocol import ChatRequest, CompletionRequest, ContinuationFields, parse_body
 from tokenyard.server.state import ServerState
 
 router = APIRouter(prefix="/api")
@@ -37,7 +37,7 @@ SAMPLING = (
 
 
 @dataclass(kw_only=True)
-class OllamaFields:
+class OllamaFields(ContinuationFields):
     """Fields that chat and generate share."""
 
     model: str | None = None
@@ -115,6 +115,7 @@ def _take_fields(request: ChatRequest | CompletionRequest, body: OllamaFields) -
     options = body.options or {}
     request.model = (body.model or "").removesuffix(":latest") or None
     request.stream = body.stream is not False
+    request.output_ids, request.return_token_ids = body.output_ids, body.return_token_ids
     for name in SAMPLING:
         if options.get(name) is not None:
             _check_option(name, options[name])
@@ -176,6 +177,23 @@ class OllamaWriter:
         self._began_ns = began_ns
         self._content = self._thinking = ""
 
+    def pieces(self, answer: CompletionOutput, events: Sequence[Event]) -> bytes:
+        """The lines of a stream for new output. Calls come with the last one, as they are objects in this API."""
+        content, thinking = _texts(events)
+        self._content += content
+        self._thinking += thinking
+        lines = [self.line(content, thinking)] if content or thinking else []
+        if answer.finish is not None:
+            lines.append({**self.line("", "", _calls(answer)), **self.last(answer)})
+        return b"".join(orjson.dumps(line) + b"\n" for line in lines)
+
+    def replay(self, answer: CompletionOutput, events: Sequence[Event]) -> None:
+        """Take output that the client already has."""
+
+    def whole(self, answer: CompletionOutput) -> dict[str, Any]:
+        """The answer in one line."""
+        return {**self.line(self._content, self._thinking, _calls(answer)), **self.last(answer)}
+
     def line(self, content: str, thinking: str, calls: Sequence[ParsedToolCall] = ()) -> dict[str, Any]:
         """One line, of an answer that goes on."""
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
@@ -220,26 +238,9 @@ def _arguments(text: str) -> Any:
 async def _answer(call: RequestContext, job: PreparedRequest, body: OllamaFields, began_ns: int, *, chat: bool) -> None:
     """Run a job and write its answer, as lines or as one."""
     writer = OllamaWriter(job.head["model"], began_ns, chat=chat)
-    pieces: list[Event] = []
-
-    async def take(answer: CompletionOutput, events: Sequence[Event]) -> None:
-        if body.stream is False:
-            pieces.extend(events)
-            return
-        content, thinking = _texts(events)
-        lines = [writer.line(content, thinking)] if content or thinking else []
-        if answer.finish is not None:
-            lines.append({**writer.line("", "", _calls(answer)), **writer.last(answer)})
-        if lines:
-            await call.reply.event(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-
-    answer = await run_events(call, job, take)
-    if body.stream is not False:
-        await call.reply.end()
-        return
-    content, thinking = _texts(pieces)
-    whole = {**writer.line(content, thinking, _calls(answer)), **writer.last(answer)}
-    await call.reply.whole(orjson.dumps(whole))
+    answer = await write_answer(call, job, writer)
+    if body.stream is False:
+        await call.reply.whole(orjson.dumps(writer.whole(answer)))
 
 
 def _texts(events: Sequence[Event]) -> tuple[str, str]:

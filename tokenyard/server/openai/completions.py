@@ -2,9 +2,9 @@
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -20,7 +20,7 @@ from tokenyard.server.http.generate import (
     usage_so_far,
 )
 from tokenyard.server.http.large_bodies import run_off_loop
-from tokenyard.server.http.streaming import DONE, ChunkWriter, closing_event
+from tokenyard.server.http.streaming import DONE, ChunkWriter, closing_event, with_token_ids
 from tokenyard.server.openai.chat_output import (
     chat_deltas,
     chat_message,
@@ -48,20 +48,28 @@ from tokenyard.server.prompts import (
     completion_prompts,
     predicted_text,
 )
-from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse_body
+from tokenyard.server.protocol import ChatRequest, CompletionRequest, ContinuationFields, OpenAIFields, parse_body
 from tokenyard.server.state import answer_id
 
 COMPLETION_MAX_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 
-TakeEvents = Callable[[CompletionOutput, Sequence[Event]], Awaitable[None]]
+
+class AnswerWriter(Protocol):
+    """Writes one answer of an API other than OpenAI's chat and completions."""
+
+    def pieces(self, answer: CompletionOutput, events: Sequence[Event]) -> bytes:
+        """The events of a stream for new output. `answer.finish` is set with the last output."""
+
+    def replay(self, answer: CompletionOutput, events: Sequence[Event]) -> None:
+        """Take output that the client already has, before any other."""
 
 
 @dataclass(slots=True)
 class PreparedRequest:
     """A prepared HTTP request: what to run, and how to write its answers.
 
-    specs: one per prompt.
+    specs: one per prompt, or one per answer if they were begun elsewhere.
     prompts: prompts of a completion, for `echo`; empty for chat.
     n: answers per prompt.
     head: fields that every chunk repeats.
@@ -82,6 +90,11 @@ class PreparedRequest:
     drop_output: bool = False
     reading: ParserOptions | None = None
     named: bool = False
+
+    @property
+    def answers_per_spec(self) -> int:
+        """How many answers each spec has."""
+        return self.specs[0].sampling.n
 
     @property
     def want_token_ids(self) -> bool:
@@ -114,9 +127,9 @@ async def prepare_chat(call: RequestContext, body: ChatRequest) -> PreparedReque
     text = await chat_prompt(call.manager, body, call.state.style)
     spec = _spec(call, body, given, default=call.manager.context_length, logprobs=logprobs)
     spec.text, spec.add_special_tokens = text, False
-    job = _job(call, body, [spec], [])
-    job.head |= await set_kv_routes(call, body, [spec])
     spec.grammar = await run_off_loop(call.body, lambda: chat_grammar(body, use, call.state.style, text))
+    job = _job(call, body, begun_elsewhere(spec, body), [], spec.sampling.n)
+    job.head |= await set_kv_routes(call, body, job.specs)
     job.named = use.named
     job.reading = call.state.style.reading(
         text,
@@ -126,7 +139,8 @@ async def prepare_chat(call: RequestContext, body: ChatRequest) -> PreparedReque
         parallel=use.parallel,
     )
     if job.reading is not None:
-        spec.text_options.keep_ids = call.state.style.keep_ids
+        for spec in job.specs:
+            spec.text_options.keep_ids = call.state.style.keep_ids
         if job.reading.notes:
             job.head["warnings"] = job.reading.notes
     return job
@@ -150,7 +164,10 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> P
         spec.add_special_tokens = body.add_special_tokens is not False
         spec.grammar = grammar
         specs.append(spec)
-    job = _job(call, body, specs, prompts)
+    n = specs[0].sampling.n
+    if body.output_ids and len(prompts) == 1:
+        specs = begun_elsewhere(specs[0], body)
+    job = _job(call, body, specs, prompts, n)
     job.head |= await set_kv_routes(call, body, specs)
     job.drop_output = body.max_tokens == 0
     return job
@@ -195,7 +212,6 @@ def _spec(
         keep_stop=bool(body.include_stop_str_in_output),
     )
     spec.logprobs = logprobs
-    spec.output_ids = body.output_ids
     predicted = predicted_text(body.prediction)
     spec.prediction = predicted if call.state.options.speculative_algorithm != "none" else ""
     spec.seed = body.seed
@@ -203,11 +219,40 @@ def _spec(
     return spec
 
 
+def begun_elsewhere(spec: GenerateReqInput, body: ContinuationFields) -> list[GenerateReqInput]:
+    """The requests that continue answers begun elsewhere: `spec` itself, or one for each of several answers, with the
+    seed that it has with all.
+
+    Raises InvalidRequestError if `output_ids` are not those of its answers.
+    """
+    begun, n = body.output_ids or [], spec.sampling.n
+    if n == 1 or not begun:
+        spec.output_ids = [token for token in begun if isinstance(token, int)] or None
+        if len(begun) != len(spec.output_ids or []):
+            raise InvalidRequestError("output_ids must be one flat list of whole numbers", param="output_ids")
+        return [spec]
+    if len(begun) != n or not all(isinstance(ids, list) for ids in begun):
+        raise InvalidRequestError(f"output_ids must be {n} lists, one for each answer", param="output_ids")
+    sampling, options, seed = replace(spec.sampling, n=1), spec.text_options, spec.seed
+    return [
+        replace(
+            spec,
+            rid=f"{spec.rid}-{index}" if spec.rid else "",
+            sampling=sampling,
+            text_options=replace(options),
+            seed=None if seed is None else seed + index,
+            output_ids=ids or None,  # type: ignore[arg-type]
+        )
+        for index, ids in enumerate(begun)
+    ]
+
+
 def _job(
     call: RequestContext,
     body: ChatRequest | CompletionRequest,
     specs: list[GenerateReqInput],
     prompts: list[CompletionPrompt],
+    n: int,
 ) -> PreparedRequest:
     """Put together how the answers to `specs` are written."""
     adapter = call.state.check_model(body.model, body.lora_path)
@@ -221,7 +266,7 @@ def _job(
     return PreparedRequest(
         specs=specs,
         prompts=prompts,
-        n=specs[0].sampling.n,
+        n=n,
         chat=isinstance(body, ChatRequest),
         head=head,
         body=body,
@@ -256,28 +301,44 @@ def _model_name(call: RequestContext, body: ChatRequest | CompletionRequest, ada
     return (body.model or "") if adapter and body.model not in (None, "", "default") else call.state.options.model_name
 
 
-async def run_events(call: RequestContext, job: PreparedRequest, take: TakeEvents) -> CompletionOutput:
-    """Run a request with one answer; `take` gets the parser's events of each delta. The last one has `finish` set."""
+async def write_answer(call: RequestContext, job: PreparedRequest, writer: AnswerWriter) -> CompletionOutput:
+    """Run a request with one answer and write it, as a stream if its client wants one."""
     answer = CompletionOutput()
-    if job.reading is not None:
-        answer.reader = job.reading.reader()
+    stream, token_ids = bool(job.body.stream), list[int]()
+    begun = bool(job.body.output_ids)
 
-    async def take_delta(_: int, delta: OutputDelta) -> None:
+    async def take(_: int, delta: OutputDelta) -> None:
+        nonlocal begun
+        if answer.reader is None and job.reading is not None:
+            answer.reader = job.reading.reader()
+        if begun:
+            writer.replay(answer, _events(answer, delta.said))
+            begun = False
         answer.add(delta, keep=False)
-        if answer.reader is not None:
-            events = answer.reader.feed(delta.text, last=delta.finish is not None)
-        else:
-            events = [ContentText(delta.text)] if delta.text else []
-        await take(answer, events)
+        data = writer.pieces(answer, _events(answer, delta.text, last=delta.finish is not None))
+        if job.want_token_ids:
+            token_ids.extend(delta.token_ids)
+        if data and stream:
+            await call.reply.event(with_token_ids(data, token_ids) if job.want_token_ids else data)
+            token_ids.clear()
 
-    await run(call, job.specs, take_delta)
+    await run(call, job.specs, take)
+    if stream:
+        await call.reply.end()
     return answer
+
+
+def _events(answer: CompletionOutput, text: str, *, last: bool = False) -> list[Event]:
+    """What the parser finds in more text; without a parser all of it is content."""
+    if answer.reader is not None:
+        return answer.reader.feed(text, last=last)
+    return [ContentText(text)] if text else []
 
 
 async def _answer(call: RequestContext, job: PreparedRequest) -> None:
     """Run a job and write its answers, as a stream or whole."""
     if not job.body.stream:
-        answers = await collect(call, job.specs, job.n)
+        answers = await collect(call, job.specs, job.answers_per_spec)
         await call.reply.whole(orjson.dumps(_whole(call, job, answers)))
         return
     await _stream(call, job)
@@ -355,7 +416,8 @@ def _reason(job: PreparedRequest, answer: CompletionOutput) -> str | None:
 
 async def _stream(call: RequestContext, job: PreparedRequest) -> None:
     """Write a stream. The last content chunk, usage and [DONE] are sent together."""
-    answers = [CompletionOutput() for _ in range(len(job.specs) * job.n)]
+    stride = job.answers_per_spec
+    answers = [CompletionOutput() for _ in range(len(job.specs) * stride)]
     writers: list[ChunkWriter | None] = [None] * len(answers)
     offsets = [0] * len(answers)
     special = job.want_logprobs or job.want_token_ids
@@ -363,7 +425,7 @@ async def _stream(call: RequestContext, job: PreparedRequest) -> None:
 
     async def take(place: int, delta: OutputDelta) -> None:
         nonlocal left
-        index = place * job.n + delta.index
+        index = place * stride + delta.index
         writer, opening = writers[index], b""
         if writer is None:
             writer = ChunkWriter(job.head, index, chat=job.chat, null_usage=job.want_usage)

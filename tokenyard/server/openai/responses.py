@@ -1,8 +1,9 @@
 """OpenAI's Responses API: `/v1/responses`."""
 
+import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenyard.base import InvalidRequestError
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.openai.chat_output import reasoning_tokens
-from tokenyard.server.openai.completions import prepare_chat, run_events
+from tokenyard.server.openai.completions import prepare_chat, write_answer
 from tokenyard.server.parse.events import (
     ContentText,
     Event,
@@ -22,13 +23,27 @@ from tokenyard.server.parse.events import (
     ToolCallStart,
 )
 from tokenyard.server.prompts import check_chat_body, check_length
-from tokenyard.server.protocol import ChatRequest, parse_body
+from tokenyard.server.protocol import ChatRequest, ContinuationFields, parse_body
 
 Item = dict[str, Any]
 
 
 @dataclass(kw_only=True)
-class ResponsesRequest:
+class ContinuedResponse:
+    """What a response that was begun elsewhere keeps.
+
+    id: its id, from which those of its items follow.
+    created_at: when it was created (Unix time).
+    sequence_number: that of its next event.
+    """
+
+    id: str
+    created_at: int
+    sequence_number: int
+
+
+@dataclass(kw_only=True)
+class ResponsesRequest(ContinuationFields):
     """`POST /v1/responses`."""
 
     model: str | None = None
@@ -54,6 +69,7 @@ class ResponsesRequest:
     include: list[str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+    continued_response: ContinuedResponse | None = None
 
 
 async def responses(call: RequestContext) -> None:
@@ -66,26 +82,12 @@ async def responses(call: RequestContext) -> None:
             raise InvalidRequestError(message, param=name, code="unsupported")
     items = _items(call, body)
     job = await prepare_chat(call, _chat(body, items))
-    writer = ResponseWriter(body, job.head["model"])
+    writer = ResponseWriter(body, job.head["model"], lambda response: _keep(call, body, items, response))
+    if job.reading is not None:
+        job.reading.id_seed = writer.response["id"]
+    await write_answer(call, job, writer)
     if not body.stream:
-
-        async def keep(answer: CompletionOutput, events: Sequence[Event]) -> None:
-            writer.pieces(answer, events)
-
-        await run_events(call, job, keep)
-        _keep(call, body, items, writer)
         await call.reply.whole(orjson.dumps(writer.response))
-        return
-
-    async def send(answer: CompletionOutput, events: Sequence[Event]) -> None:
-        data = writer.pieces(answer, events)
-        if answer.finish is not None:
-            _keep(call, body, items, writer)
-        if data:
-            await call.reply.event(data)
-
-    await run_events(call, job, send)
-    await call.reply.end()
 
 
 def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
@@ -102,10 +104,10 @@ def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
     return items
 
 
-def _keep(call: RequestContext, body: ResponsesRequest, items: list[Item], writer: "ResponseWriter") -> None:
+def _keep(call: RequestContext, body: ResponsesRequest, items: list[Item], response: Item) -> None:
     """Store a finished response, unless the client opted out."""
     if body.store is not False:
-        call.state.responses.put(writer.response, items, call.tenant)
+        call.state.responses.put(response, items, call.tenant)
 
 
 def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
@@ -122,6 +124,7 @@ def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
     chat.parallel_tool_calls = body.parallel_tool_calls
     chat.tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"] or None
     chat.tool_choice = _choice(body.tool_choice) if chat.tools else None
+    chat.output_ids, chat.return_token_ids = body.output_ids, body.return_token_ids
     chat.reasoning_effort = (body.reasoning or {}).get("effort")
     chat.response_format = _format((body.text or {}).get("format"))
     return chat
@@ -209,10 +212,12 @@ def _format(form: Any) -> dict[str, Any] | None:
 class ResponseWriter:
     """Writes one response, as stream events and as a whole.
 
-    Both are built from one list of items, so that their ids are equal.
+    Both are built from one list of items, so that their ids are equal. `keep` gets the finished response before its
+    last event.
     """
 
-    def __init__(self, body: ResponsesRequest, model: str) -> None:
+    def __init__(self, body: ResponsesRequest, model: str, keep: Callable[[Item], None]) -> None:
+        self._keep, self._continued = keep, body.continued_response
         self.response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -240,6 +245,8 @@ class ResponseWriter:
             "usage": None,
             "user": body.user,
         }
+        if self._continued is not None:
+            self.response |= {"id": self._continued.id, "created_at": self._continued.created_at}
         self._number = 0
         self._open: Item | None = None
 
@@ -256,7 +263,7 @@ class ResponseWriter:
                 case ReasoningText(text):
                     out += self._add_text("reasoning", text)
                 case ToolCallStart(_, name, call_id):
-                    item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id}
+                    item = {"type": "function_call", "id": self._item_id("fc"), "call_id": call_id}
                     out += self._begin({**item, "name": name, "arguments": "", "status": "in_progress"})
                 case ToolCallArguments(_, text):
                     assert self._open is not None
@@ -267,6 +274,17 @@ class ResponseWriter:
         if answer.finish is not None:
             out += self._end(answer)
         return b"".join(out)
+
+    def replay(self, answer: CompletionOutput, events: Sequence[Event]) -> None:
+        """Take output that the client already has."""
+        self.pieces(answer, events)
+        if self._continued is not None:
+            self._number = self._continued.sequence_number
+
+    def _item_id(self, prefix: str) -> str:
+        """The id of the next item, which follows from that of the response: another engine gives it the same."""
+        seed = f"{self.response['id']}:{len(self.response['output'])}"
+        return f"{prefix}_{hashlib.blake2b(seed.encode(), digest_size=16).hexdigest()}"
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         payload = {"type": kind, "sequence_number": self._number, **fields}
@@ -291,10 +309,10 @@ class ResponseWriter:
         if self._open is None or self._open["type"] != kind:
             if kind == "message":
                 part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                item = {"type": kind, "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
+                item = {"type": kind, "id": self._item_id("msg"), "role": "assistant", "content": []}
             else:
                 part = {"type": "reasoning_text", "text": ""}
-                item = {"type": kind, "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}
+                item = {"type": kind, "id": self._item_id("rs"), "summary": [], "content": []}
             out = self._begin({**item, "status": "in_progress"})
             assert self._open is not None
             self._open["content"].append(part)
@@ -344,5 +362,6 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens(answer)},
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         }
+        self._keep(self.response)
         out.append(self._event(f"response.{status}", response=self.response))
         return out

@@ -1,5 +1,6 @@
 """The output format of a served model, and the parsing of one request's answers."""
 
+import hashlib
 import logging
 import secrets
 import string
@@ -18,6 +19,7 @@ from tokenyard.server.parse.response_template import format_of
 log = logging.getLogger(__name__)
 
 MISTRAL_ID_CHARS = 9
+ALPHANUMERIC = string.ascii_letters + string.digits
 DROPS_TOOLS = "the chat template of this model shows no tools to it: it answers without knowing them"
 
 
@@ -100,6 +102,7 @@ class ParserOptions:
     count_tokens: counts the tokens of a text.
     notes: warnings for the client.
     parallel: whether calls after the first one count.
+    id_seed: what call ids are derived from, so that another engine gives the same; "" for ids of chance.
     """
 
     form: OutputFormat
@@ -109,6 +112,7 @@ class ParserOptions:
     count_tokens: Callable[[str], int]
     notes: list[str] = field(default_factory=list)
     parallel: bool = True
+    id_seed: str = ""
 
     def reader(self, said: str = "") -> "OutputReader":
         """A reader for one answer. It continues after `said`, which the client already has."""
@@ -119,12 +123,13 @@ class ParserOptions:
         reader.feed(said)
         return reader
 
-    def call_id(self) -> str:
-        """An id for a call, in the style of the model."""
+    def call_id(self, index: int) -> str:
+        """An id for the call with this index, in the style of the model."""
+        seed = self.id_seed or secrets.token_hex(16)
+        digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=12).digest()
         if self.form.id_style == "mistral":
-            alphabet = string.ascii_letters + string.digits
-            return "".join(secrets.choice(alphabet) for _ in range(MISTRAL_ID_CHARS))
-        return f"call_{secrets.token_hex(12)}"
+            return "".join(ALPHANUMERIC[byte % len(ALPHANUMERIC)] for byte in digest[:MISTRAL_ID_CHARS])
+        return f"call_{digest.hex()}"
 
 
 class OutputReader:
@@ -144,7 +149,7 @@ class OutputReader:
             events = [event for event in events if isinstance(event, ContentText | ReasoningText) or event.index == 0]
         for event in events:
             if isinstance(event, ToolCallStart) and not event.id:
-                event.id = self._reading.call_id()
+                event.id = self._reading.call_id(event.index)
         self.message.add(events)
         return events
 
