@@ -234,7 +234,7 @@ def test_the_loop_continues_whatever_it_does(loop, depth, mode, monkeypatch):
         brought = 0
 
         def receive(self, timeout_ns):
-            if self.brought > 8 and lookahead.describe(0)["adaptive"]["failures"]:
+            if self.brought > 20 and lookahead.describe(0)["adaptive"]["failures"]:
                 return None if timeout_ns else []
             if core.has_work and self.brought % 4:
                 self.brought += 0 if core.snapshot(0).waiting > 4 else 1

@@ -382,3 +382,45 @@ def test_a_load_longer_than_the_watchdogs_timeout_is_not_taken_for_a_hang(monkey
             assert manager.ranks.clients[0].age_s(time.monotonic_ns()) < config.watchdog_timeout_s
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deed", "reason"),
+    [
+        ("raises", "the attachment broken failed in on_output: out of luck"),
+        ("stalls", "the attachment broken has not ended for"),
+    ],
+)
+def test_an_attachment_that_fails_is_named_and_its_requests_continue(deed, reason, tmp_path, monkeypatch, caplog):
+    async def main(config):
+        async with running_engine(config) as manager:
+            return await read_whole(manager, tokens=60)
+
+    undisturbed = asyncio.run(main(engine()))
+    monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.broken_attachment")
+    config = engine()
+    config.watchdog_timeout_s = 2.0
+    config.priority_function = f"{deed}:{tmp_path / 'done'}"
+    same(asyncio.run(main(config)), undisturbed)
+    assert (tmp_path / "done").exists()
+    assert reason in caplog.text
+
+
+@pytest.mark.slow
+def test_adapters_are_loaded_into_the_process_that_comes_next(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+
+    async def main():
+        config = engine()
+        config.scheduler = replace(config.scheduler, enable_lora=True)
+        config.adapters = {"a": str(tmp_path)}
+        async with running_engine(config) as manager:
+            base = await read_whole(manager, tokens=40)
+            first = await read_whole(manager, tokens=40, lora="a")
+            await kill_and_wait(manager)
+            same(await read_whole(manager, tokens=40, lora="a"), first)
+            assert first.tokens() != base.tokens()
+
+    asyncio.run(main())

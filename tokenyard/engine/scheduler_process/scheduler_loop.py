@@ -115,8 +115,8 @@ class SchedulerLoop:
         self.state = LoopState()
         with ExitStack() as resources:
             tape = _closing(resources, open_tape(config, rank))
-            publisher = open_kv_events(config, rank, lambda: deliver(RpcRequest(NO_REPLY, "publish_kv_snapshot")))
-            _closing(resources, publisher)
+            publish_snapshot = RpcRequest(NO_REPLY, "publish_kv_snapshot")
+            publisher = _closing(resources, open_kv_events(config, rank, lambda: deliver(publish_snapshot)))
             self.flush_tape: Callable[[], None] = tape.flush if tape is not None else lambda: None
             executor = _closing(resources, load_executor(config))
             self.info = executor.info

@@ -85,6 +85,7 @@ class AttachmentHooks:
         """Call an optional attachment no more. Raises AttachmentError for any other."""
         what = f"the attachment {attachment.name} failed in {hook}: {error}"
         if not attachment.optional:
+            logger.critical("%s", what, exc_info=error)
             raise AttachmentError(what) from error
         logger.error("%s; the engine goes on without it", what, exc_info=error)
         self._attachments = [one for one in self._attachments if one is not attachment]
