@@ -40,6 +40,22 @@ def test_a_miss_waits_while_a_chunk_of_a_started_prompt_is_left():
     assert sorted(yard.finished) == [first, miss, cheap]
 
 
+def test_cheap_requests_start_during_a_long_prefill_until_it_is_due():
+    yard = cautious(chunked_prefill_size=100, decode_share=0.0, session_max_wait_s=1.0)
+    long = yard.submit([5] * 1000, arrival_ns=yard.now)
+    yard.turn()
+    cheap = yard.submit([6] * 40, max_new=1, arrival_ns=yard.now)
+    yard.turn()
+    assert cheap in yard.tokens
+    assert yard.plans[-1].counts.tolist() == [40, 60]
+    yard.now += S
+    later = yard.submit([7] * 40, arrival_ns=yard.now)
+    yard.turn()
+    assert yard.plans[-1].counts.tolist() == [100]
+    yard.rest()
+    assert yard.finished[later].first_token_ns >= yard.finished[long].first_token_ns
+
+
 def small_pool(**settings):
     """A pool of 100 tokens of which a running request holds 60, until it has written 20 more."""
     around = {"headroom": "none", "prefill_max_requests": -1, "decode_share": 0.0}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.policy.waiting_order import make_yard, watch_admissions
+from tokenyard.base import TurnEnded
 from tokenyard.policy.service_levels import HIGH, LOW, NORMAL
 
 S = 10**9
@@ -114,18 +115,30 @@ def test_hrrn_lets_only_shorter_requests_overtake(arrivals, every):
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(arrivals=mixed(), every=st.integers(1, 4), pages=st.sampled_from([60, 100, 4096]))
-def test_hits_first_lets_nobody_pass_who_comes_later_than_the_longest_wait(arrivals, every, pages):
+@given(
+    arrivals=mixed(st.sampled_from(["", "a", "b", "c"])),
+    every=st.integers(1, 4),
+    pages=st.sampled_from([60, 100, 4096]),
+    policy=st.sampled_from(["hits-first", "session"]),
+)
+def test_nobody_passes_who_comes_later_than_the_longest_wait(arrivals, every, pages, policy):
+    """Sessions continue their own prompts and come back at any time, which the policy protects as long as it may."""
     options = {"policy_options": {"cheap_s": 0.1}, "session_max_wait_s": 5.0, "headroom": "none"}
-    yard = make_yard(pages=pages, rows=2, schedule_policy="hits-first", **options)
+    yard = make_yard(pages=pages, rows=2, schedule_policy=policy, **options)
     table = yard.scheduler.state.table
 
     def look(row, hit, earlier):
         for other in earlier:
             assert table.arrival_ns[row] < table.arrival_ns[other] + 5 * S
 
+    def submit(index, now, prompt, new, session):
+        ids = [5 + (ord(session) if session else index)] * prompt
+        yard.submit(ids, new, arrival_ns=now, session=session)
+        if session:
+            yard.apply(TurnEnded(session, "tool"))
+
     watch_admissions(yard, look)
-    run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
+    run(yard, arrivals, every, submit)
 
 
 @settings(max_examples=examples(40), deadline=None)

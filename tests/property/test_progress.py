@@ -133,6 +133,7 @@ def bounded(flood, passed):
 MLFQ = {"schedule_policy": "mlfq", "policy_options": {"quantum_tokens": 8, "promote_s": PROMOTE_S}}
 SLO = {"slo_chunk_tokens": 4, "slo_ttft_ms": 1.0, "slo_ttft_scale": 0.0, "slo_max_wait_s": MAX_WAIT_S}
 HITS_FIRST = {"schedule_policy": "hits-first", "policy_options": {"cheap_s": 0.05}, "session_max_wait_s": MAX_WAIT_S}
+SESSION = HITS_FIRST | {"schedule_policy": "session"}
 LEVELS = {"enable_service_levels": True, "service_level_quantum_tokens": 16}
 BOUND = {"max_overtaken_tokens": MAX_OVERTAKEN}
 CASES = {
@@ -147,6 +148,12 @@ CASES = {
         within_aging(11),
     ),
     "bounded hits-first": (BOUND | HITS_FIRST, {}, {}, bounded),
+    "session": (
+        HITS_FIRST | {"schedule_policy": "session"},
+        {"session": "a"},
+        {"session": "b"},
+        none_after(MAX_WAIT_S),
+    ),
     "aged": (PRIORITIES | {"priority_aging_s": AGING_S}, {"priority": 0}, {"priority": 10}, within_aging(10)),
     "aged lof": (
         PRIORITIES | {"priority_aging_s": AGING_S, "schedule_policy": "lof"},

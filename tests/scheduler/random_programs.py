@@ -18,11 +18,13 @@ from tokenyard.base import (
     Resume,
     SamplingParams,
     SchedulerSettings,
+    SessionEnded,
     SetPolicy,
     Slo,
     StopFound,
     Submit,
     TenantSettings,
+    TurnEnded,
     Update,
     WindowGroup,
 )
@@ -135,6 +137,7 @@ def make_program(seed: int) -> Program:
     _add_transfers(random.Random(f"transfers {seed}"), program)
     _add_pauses_of_loads(random.Random(f"pauses {seed}"), program)
     _add_shares(random.Random(f"shares {seed}"), program)
+    _add_sessions(random.Random(f"sessions {seed}"), program)
     return program
 
 
@@ -213,6 +216,22 @@ def _add_shares(draw: random.Random, program: Program) -> None:
     for job in program.jobs:
         job.fields["tenant"] = draw.choice(("x", "x", "y", "z"))
         job.family, job.shared = draw.randint(0, 1), draw.randint(0, job.prompt_tokens)
+
+
+def _add_sessions(draw: random.Random, program: Program) -> None:
+    """In one program of two most requests are turns of two sessions, whose turns and ends are reported at any time."""
+    if draw.random() < 0.5:
+        return
+    for turn, job in [(turn, entry) for turn, entry in program.script if isinstance(entry, Job)]:
+        name = draw.choice(("", "s", "t"))
+        if not name:
+            continue
+        job.fields["session"] = name
+        job.family, job.shared = "st".index(name), draw.randint(0, job.prompt_tokens)
+        later = turn + draw.randint(0, 30)
+        ended = draw.choice((TurnEnded(name, "tool"), TurnEnded(name, "user", 10**6), SessionEnded(name)))
+        program.script.append((later, ended))
+    program.script.sort(key=lambda entry: entry[0])
 
 
 def _reach(draw: random.Random, number: int, job: Job) -> KvAvailable:
@@ -334,6 +353,7 @@ def _options(draw: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
         "dlpm": {"quantum_tokens": (1, 16), "saved_tokens": (0, 30)},
         "random": {"seed": (1, 2)},
         "hits-first": {"cheap_s": (0.0, 0.001, 0.01)},
+        "session": {"cheap_s": (0.0, 0.001, 0.01)},
     }.get(settings["schedule_policy"], {})
     options = _some(draw, 0.6, **choices)
     return {"policy_options": options} if options else {}

@@ -29,6 +29,7 @@ class Policy:
     needs_tree: it needs the prefix tree; without one the scheduler falls back to fcfs.
     uses_hits: it reads hit lengths if there is a prefix tree.
     needs_cost: it needs a cost model.
+    needs_sessions: it reads `Views.sessions` if there is a prefix tree.
     ranks_priorities: it orders by priority itself. Otherwise --enable-priority-scheduling wraps it in
         `priority.Priority`.
     charges_decode: `charge_decode` is called.
@@ -41,6 +42,7 @@ class Policy:
     needs_tree = False
     uses_hits = False
     needs_cost = False
+    needs_sessions = False
     ranks_priorities = False
     charges_decode = False
     options: ClassVar[dict[str, Option]] = {}
@@ -106,6 +108,10 @@ class Policy:
         A policy that says so states until when: a request that is always passed over starves.
         """
         return False
+
+    def spared_tokens(self, row: int) -> int:
+        """Tokens of free and evictable memory that the waiting `row` has to leave when it starts."""
+        return 0
 
     def victims(self, views: Views) -> Iterator[int]:
         """Running rows in the order in which they are retracted when pages run out."""

@@ -14,7 +14,7 @@ from tokenyard.base import CostModel, Int32Array, Request, SchedulerSettings, St
 from tokenyard.policy.base import Policy, chosen_options
 from tokenyard.policy.speculation import TpotSlack
 from tokenyard.policy.step_budget import StepBudget
-from tokenyard.policy.views import Columns, PrefixBranch, Views
+from tokenyard.policy.views import Columns, IdleSessions, PrefixBranch, Views
 from tokenyard.policy.wrappers import Wrapper
 
 T = TypeVar("T")
@@ -80,6 +80,17 @@ class ReadOnlyBranch:
         return self._branch.rows()
 
 
+class ReadOnlySessions(IdleSessions):
+    """Answers the one question about idle sessions."""
+
+    def __init__(self, sessions: IdleSessions) -> None:
+        self._sessions = sessions
+
+    @override
+    def expected_tokens(self, now: int, least_per_s: float) -> int:
+        return self._sessions.expected_tokens(now, least_per_s)
+
+
 def read_only(array: Any) -> Any:
     """A read-only view of the array."""
     view = array.view()
@@ -103,6 +114,7 @@ def guarded_views(views: Views) -> Views:
         loading=read_only(views.loading),
         cost=None if views.cost is None else ReadOnlyCost(views.cost),
         prefixes=None if views.prefixes is None else ReadOnlyBranch(views.prefixes),
+        sessions=None if views.sessions is None else ReadOnlySessions(views.sessions),
     )
 
 
@@ -182,6 +194,10 @@ class GuardedPolicy(Wrapper):
     @override
     def passable(self, row: int, now: int) -> bool:
         return self.ask(lambda: bool(self.inner.passable(row, now)), False)
+
+    @override
+    def spared_tokens(self, row: int) -> int:
+        return max(self.ask(lambda: index(self.inner.spared_tokens(row)), 0), 0)
 
     @override
     def victims(self, views: Views) -> Iterator[int]:

@@ -92,6 +92,13 @@ class PrefixBranch(Protocol):
         """The `own` rows, in no particular order."""
 
 
+class IdleSessions(Protocol):
+    """The sessions without a request that have KV in the prefix tree."""
+
+    def expected_tokens(self, now: int, least_per_s: float) -> int:
+        """Tokens of KV of sessions with at least so many expected returns per second of keeping it, at `now` (ns)."""
+
+
 class TenantPrefixes(Protocol):
     """What rows hold of the prefix tree, by tenant."""
 
@@ -119,6 +126,7 @@ class Views:
     prefixes: the root over the waiting rows of all namespaces in the tree; only for policies that use the tree.
     tenant_prefixes: KV of the tree by tenant; only while a tenant has a share of the pool.
     loading: admitted rows whose KV is being loaded; they count as admitted and are not victims.
+    sessions: the idle sessions; only for policies that need them, and only while there is a prefix tree.
     """
 
     columns: Columns
@@ -136,6 +144,7 @@ class Views:
     prefixes: PrefixBranch | None = None
     tenant_prefixes: TenantPrefixes | None = None
     loading: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    sessions: IdleSessions | None = None
 
 
 def tokens_generated(columns: Columns, rows: Int32Array) -> Int32Array:

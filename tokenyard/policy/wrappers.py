@@ -25,6 +25,7 @@ class Wrapper(Policy):
         self.needs_tree = inner.needs_tree
         self.uses_hits = inner.uses_hits
         self.needs_cost = inner.needs_cost
+        self.needs_sessions = inner.needs_sessions
         self.ranks_priorities = inner.ranks_priorities
         self.charges_decode = inner.charges_decode
         self.chosen = inner.chosen

@@ -162,7 +162,9 @@ class PrefillAdder:
         extend = self._memory.pages_for(int(self._table.target[row]) - hit) * self._memory.page_size
         growth, returned = self._policy.headroom.newcomer_tokens(self._table, row), self._resume_reserve_tokens(row)
         reserved = self._reserved_running + self._reserved_newcomers + self._reserved_prompts
-        missing, missing_windows = extend + growth + returned - (self._memory.free_tokens - reserved), 0
+        spared = self._policy.spared_tokens(row)
+        missing = extend + growth + returned + spared - (self._memory.free_tokens - reserved)
+        missing_windows = 0
         if self._windows is not None:
             chunk_rows = [chunk.row for chunk in self._builder.chunks]
             missing_windows = returned + self._windows.missing(hit, extend + growth, views, chunk_rows, reserved)

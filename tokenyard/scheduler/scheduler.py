@@ -116,9 +116,9 @@ class Scheduler:
             RanksRemaining: self.set_remaining_ranks,
             UnloadAdapter: self.unload_adapter,
             Flush: lambda event, now: self.flush(now),
-            # Recorded on the tape; no decision depends on them yet.
-            TurnEnded: lambda event, now: None,
-            SessionEnded: lambda event, now: None,
+            TurnEnded: self.turn_ended,
+            SessionEnded: self.session_ended,
+            # Recorded on the tape; no decision depends on it.
             WeightsUpdated: lambda event, now: None,
         }
 
@@ -276,6 +276,16 @@ class Scheduler:
         if type(self.state.policy.headroom) is type(headroom):
             # What the headroom has learned about answers does not depend on the order of the queue.
             self.state.policy.headroom = headroom
+
+    def turn_ended(self, event: TurnEnded, now: int) -> None:
+        """What the latest answer of a session ended with; unknown sessions are ignored."""
+        if self.state.sessions is not None:
+            self.state.sessions.turn_ended(event.session, event.kind)
+
+    def session_ended(self, event: SessionEnded, now: int) -> None:
+        """A session has no further turns; unknown sessions are ignored."""
+        if self.state.sessions is not None:
+            self.state.sessions.session_ended(event.session, now)
 
     def unload_adapter(self, event: UnloadAdapter, now: int) -> None:
         """Free the slot and the cached KV of an unloaded adapter. Raises ValueError while requests use it."""

@@ -36,6 +36,7 @@ from tokenyard.scheduler.prefix_holders import PrefixHolders
 from tokenyard.scheduler.request_observer import RequestObserver
 from tokenyard.scheduler.request_table import RequestTable, RowList, StopTokens
 from tokenyard.scheduler.row_state import Gate, RowState
+from tokenyard.scheduler.session_table import SessionTable
 from tokenyard.scheduler.waiting_index import WaitingIndex
 
 
@@ -122,6 +123,7 @@ class SchedulerState:
         """Since the last plan; the next one writes them."""
         self.drafting = False
         self.holders: PrefixHolders | None = None
+        self.sessions: SessionTable | None = None
         self._loads: dict[bytes, list[int]] = {}
         self.waiting_index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
@@ -136,6 +138,8 @@ class SchedulerState:
         self.observer.joined(row, len(self.waiting), admitted, now)
         self.waiting.append(row)
         self.waiting_index.add(row)
+        if self.sessions is not None:
+            self.sessions.arrived(int(self.table.number[row]), self.table.request(row), now)
         self.queue_timeouts.start(int(self.table.number[row]), now)
 
     def admit(self, row: int, hit: int, now: int) -> None:
@@ -375,6 +379,8 @@ class SchedulerState:
         self.outbox.finished.append(finish)
         self.observer.ended(row, finish)
         self.open_group(row)
+        if self.sessions is not None:
+            self.sessions.ended(finish.number, table.request(row), table.request_state(row).node, now)
         if table.pool_row[row] >= 0:
             self._pages_returned += 1
             if handover:
@@ -509,6 +515,7 @@ class SchedulerState:
             prefixes=self.waiting_index.forest if self.waiting_index.active else None,
             tenant_prefixes=self.holders if self.limits.shares else None,
             loading=self.loading.rows.copy(),
+            sessions=self.sessions,
         )
 
     def measures(self) -> dict[str, float]:
@@ -547,6 +554,18 @@ class SchedulerState:
         self.observer.policy_changed(policy, settings.uses_priorities, self.known_rows(self.table.numbers()), now)
         self._watch_tree()
         self._watch_holders()
+        self._watch_sessions()
+
+    def _watch_sessions(self) -> None:
+        """Keep the table of sessions while the policy reads it and there is a tree."""
+        wanted = self.policy.needs_sessions and self.memory.tree.enabled
+        if not wanted and self.sessions is not None:
+            self.sessions.close()
+            self.sessions = None
+        if wanted and self.sessions is None:
+            self.sessions = SessionTable(self.memory.tree)
+            for row in self.known_rows(self.table.numbers()):
+                self.sessions.arrived(int(self.table.number[row]), self.table.request(row), 0)
 
     def _watch_holders(self) -> None:
         """Count which rows hold which prefixes while the headroom or a tenant has a use for it and there is a tree."""
@@ -580,6 +599,8 @@ class SchedulerState:
             self.waiting_index.activate(self.memory, self.waiting.rows.tolist())
         if self.holders is not None:
             self.holders = PrefixHolders(self.table, self.memory.tree)
+        if self.sessions is not None:
+            self.sessions = SessionTable(self.memory.tree)
 
     def known_rows(self, numbers: list[int]) -> list[int]:
         """Rows of those requests that have not ended."""

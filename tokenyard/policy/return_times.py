@@ -1,0 +1,70 @@
+"""When an idle session sends its next turn, learned from the gaps between turns."""
+
+import numpy as np
+
+from tokenyard.base import NS_PER_S, Float64Array, Int32Array, Int64Array
+
+BORDERS_S = np.concatenate(([0.0], np.geomspace(0.5, 3600.0, 22)))
+"""Where the intervals of idle time begin; the last one has no end."""
+
+WIDTHS_S = np.diff(BORDERS_S, append=2 * BORDERS_S[-1])
+KINDS = {"": 0, "tool": 1, "user": 2}
+"""What a turn ended with: not known, a call of a tool, an answer to a person."""
+
+PRIOR_WEIGHT = 0.25
+"""Gaps that each interval counts before any was seen: returns become rarer with the logarithm of the idle time."""
+
+HALVE_AT = 4096
+"""Gaps of one kind after which old ones count half, so that the estimate follows the traffic."""
+
+
+class ReturnTimes:
+    """How often sessions that were idle for so long came back, by the kind of their last stop."""
+
+    def __init__(self) -> None:
+        shape = (len(KINDS), len(BORDERS_S))
+        self._back: Float64Array = np.full(shape, PRIOR_WEIGHT)
+        self._gone: Float64Array = np.full(shape, PRIOR_WEIGHT / 4)
+        self._index: Float64Array | None = None
+
+    def came_back(self, kind: int, idle_ns: int) -> None:
+        """A session came back after `idle_ns`."""
+        self._count(self._back, kind, idle_ns)
+
+    def lost(self, kind: int, idle_ns: int) -> None:
+        """A session ended, or was dropped, that had not come back after `idle_ns`."""
+        self._count(self._gone, kind, idle_ns)
+
+    def index(self, kinds: Int32Array, idle_ns: Int64Array) -> Float64Array:
+        """The value of keeping the KV of idle sessions: returns per second of keeping it, float64[n].
+
+        It is max over t of P(back within t) / E[min(rest of the gap, t)], the index of Gittins (1979) for a job that
+        may be given up at any time.
+        """
+        if self._index is None:
+            self._index = self._all_indices()
+        found: Float64Array = self._index[kinds, _interval(idle_ns)]
+        return found
+
+    def _count(self, counts: Float64Array, kind: int, idle_ns: int) -> None:
+        counts[kind, int(_interval(np.array([idle_ns]))[0])] += 1.0
+        if counts[kind].sum() > HALVE_AT:
+            self._back[kind] /= 2
+            self._gone[kind] /= 2
+        self._index = None
+
+    def _all_indices(self) -> Float64Array:
+        """float64[kinds, intervals]. Those who leave in an interval count as present for half of it."""
+        left = self._back + self._gone
+        alive = np.cumsum(left[:, ::-1], axis=1)[:, ::-1]
+        seconds = (alive - left / 2) * WIDTHS_S
+        best = np.zeros_like(self._back)
+        for begin in range(len(BORDERS_S)):
+            back, spent = np.cumsum(self._back[:, begin:], axis=1), np.cumsum(seconds[:, begin:], axis=1)
+            best[:, begin] = (back / spent).max(axis=1)
+        return best
+
+
+def _interval(idle_ns: Int64Array) -> Int64Array:
+    found: Int64Array = np.searchsorted(BORDERS_S, idle_ns / NS_PER_S, side="right") - 1
+    return np.maximum(found, 0)
