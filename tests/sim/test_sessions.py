@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 from tests.sim.small_workloads import setup
 from tokenyard.base import ConfigError, SessionEnded, Submit, TurnEnded
 from tokenyard.cost import get_profile
+from tokenyard.sim.report.comparison import write_report
+from tokenyard.sim.report.session_charts import gantt
 from tokenyard.sim.report.session_figures import turn_alone_s
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import REJECTED, simulate
@@ -366,3 +369,16 @@ def test_equal_runs_of_sessions_have_equal_hashes():
     one, two = (simulate(workload, setup(settings=CACHED)).decision_hash for _ in range(2))
     assert one == two
     assert simulate(replace(workload, name="other"), setup(settings=CACHED, kv_pool_tokens=4096)).decision_hash != one
+
+
+def test_a_page_has_a_gantt_chart_with_a_stroke_per_phase_of_a_turn(tmp_path):
+    workload = workload_of(*(growing(f"s{i}", 3, gap_s=4.0) for i in range(6)), concurrent=6)
+    outcome = simulate(workload, setup(settings=CACHED))
+    root = ElementTree.fromstring(gantt(outcome))
+    strokes = {path.get("stroke"): path.get("d", "").count("M") for path in root.iter("path") if path.get("fill")}
+    assert strokes["var(--line)"] == 6
+    assert strokes["var(--s1)"] == strokes["var(--s2)"] == 18
+    write_report(tmp_path / "r.html", {"fcfs": outcome, "lpm": outcome})
+    page = (tmp_path / "r.html").read_text()
+    assert "Sessions over time: lpm" in page
+    assert "longest wait of a turn" in page

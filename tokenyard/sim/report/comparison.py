@@ -12,6 +12,7 @@ from tokenyard.base.percent import percent
 from tokenyard.sim.report.fleet_charts import fleet_section
 from tokenyard.sim.report.html_page import Report, Row, Section, Table, write_page
 from tokenyard.sim.report.service_gap import gap_bound, service_gap
+from tokenyard.sim.report.session_charts import session_section
 from tokenyard.sim.report.slo_misses import MISSES, kinds_of, missed
 from tokenyard.sim.report.summary import length_classes, summary, wait_s
 from tokenyard.sim.report.svg_charts import Chart
@@ -95,6 +96,8 @@ def write_report(
         Section("Service quality by kind of request", _quality_charts(outcomes)),
         Section("Latencies", _latency_charts(outcomes)),
     ]
+    if sessions := session_section(outcomes):
+        sections.insert(1, sessions)
     if fleet := fleet_section(outcomes):
         sections.append(fleet)
     gaps = _gap_charts(outcomes)

@@ -76,14 +76,23 @@ class Table:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A drawing across the page, as an `<svg>` element that names the theme's colours."""
+
+    title: str
+    svg: str
+
+
 @dataclass
 class Section:
-    """A heading with notes, tables and charts below it. Charts with the same `Chart.group` share their axes."""
+    """A heading with notes, tables, charts and pictures below it. Charts of the same `Chart.group` share their axes."""
 
     title: str
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
 
 
 @dataclass
@@ -164,7 +173,12 @@ def _section(section: Section, numbers: Any, colours: Mapping[str, str]) -> str:
         "</figure>"
         for chart in section.charts
     ]
-    return "".join([*parts, f'<div class="charts">{"".join(charts)}</div>' if charts else "", "</section>"])
+    pictures = [
+        f'<figure class="card"><figcaption>{escape(one.title)}</figcaption>{one.svg}</figure>'
+        for one in section.pictures
+    ]
+    shown = f'<div class="charts">{"".join(charts)}</div>' if charts else ""
+    return "".join([*parts, shown, *pictures, "</section>"])
 
 
 def _table(table: Table, colours: Mapping[str, str]) -> str:
