@@ -5,18 +5,38 @@ import pytest
 
 from tests.scheduler.harness import make_info
 from tokenyard.base import InvalidRequestError, SamplingParams
+from tokenyard.cost import get_profile
 from tokenyard.disagg.peer_discovery import addresses_of
-from tokenyard.disagg.protocol import Prefill, Want
-from tokenyard.disagg.protocol.decisions import should_prefill_remotely
+from tokenyard.disagg.protocol import Peer, Prefill, Want
+from tokenyard.disagg.protocol.decisions import MAX_OFFER_TIMEOUT_S, MIN_OFFER_TIMEOUT_S, RemotePrefillRule
 from tokenyard.disagg.protocol.messages import pack_ids
 from tokenyard.engine.scheduler_process.attachments.disagg import DisaggConnector
 
 
 def test_prompts_go_where_they_come_first():
-    assert should_prefill_remotely("decode", 64, 64, 0.0, 9.0)
-    assert not should_prefill_remotely("decode", 63, 64, 9.0, 0.0)
-    assert should_prefill_remotely("both", 500, 64, here_s=0.4, there_s=0.1)
-    assert not should_prefill_remotely("both", 500, 64, here_s=0.0, there_s=0.1)
+    cost = get_profile("h100", "llama-3-8b").cost()
+    idle, busy = (0.0, 1.0), (100.0, 1.0)
+
+    def chosen(role, tokens, cached=0, load=idle, peer_load_s=0.0):
+        peers = [Peer("least busy", load_s=peer_load_s), Peer("other", load_s=peer_load_s + 1.0)]
+        found = RemotePrefillRule(role, cost, 16, 131_072).choose(peers, tokens, cached, lambda cost: load)
+        return None if found is None else found.peer.name
+
+    assert chosen("decode", 64) == "least busy"
+    assert chosen("decode", 64, cached=1) is None, "too short"
+    assert chosen("decode", 500, peer_load_s=100.0) == "least busy"
+    assert chosen("both", 500, load=busy) == "least busy"
+    assert chosen("both", 500) is None, "copying takes time"
+    assert chosen("both", 500, load=busy, peer_load_s=101.0) is None
+    assert RemotePrefillRule("decode", cost, 16, 1).choose([], 500, 0, lambda cost: idle) is None
+
+
+def test_an_offer_is_waited_for_as_long_as_it_is_predicted_to_take():
+    cost = get_profile("h100", "llama-3-8b").cost()
+    rule = RemotePrefillRule("decode", cost, 16, 131_072)
+    for load_s, expected in ((0.0, MIN_OFFER_TIMEOUT_S), (5.0, 20.0), (1000.0, MAX_OFFER_TIMEOUT_S)):
+        found = rule.choose([Peer("one", load_s=load_s)], 100, 0, lambda cost: (0.0, 1.0))
+        assert found.timeout_s == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(

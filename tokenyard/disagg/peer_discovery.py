@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from tokenyard.disagg.protocol.redial import RedialSchedule
+
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
-MIN_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 10.0
 TICK_S = 0.25
-WARN_INTERVAL_S = 60.0
-"""Seconds between two warnings about the same problem with the same engine."""
-
 MAX_RESPONSE_BYTES = 1 << 20
 PATH = "/v1/transfer"
 
@@ -34,12 +31,9 @@ class Dialer:
     def __init__(self, urls: list[str], dialled: Dialled) -> None:
         self._dialled = dialled
         self.on_unreachable: Callable[[str], None] = lambda address: None
-        self._pauses = dict.fromkeys(urls, (0.0, MIN_BACKOFF_S))
-        self._wanted: set[str] = set()
-        self._connected: set[str] = set()
-        self._found: dict[str, set[str]] = {url: set() for url in urls}
-        self._warned_s: dict[tuple[str, str], float] = {}
+        self._schedule = RedialSchedule(urls)
         self._lock = threading.Lock()
+        """Guards the schedule."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dialer", daemon=True)
@@ -58,51 +52,42 @@ class Dialer:
     def want(self, address: str) -> None:
         """Connect to an address soon, unless there is a connection."""
         with self._lock:
-            if address not in self._connected:
-                self._wanted.add(address)
+            if self._schedule.want(address):
                 self._wake.set()
 
     def lost(self, address: str, why: str) -> None:
         """Handle the end of the connection to an address; it is dialled again if it belongs to one of the engines."""
         if not address:
             return
-        now_s = time.monotonic()
-        if now_s - self._warned_s.get((address, why), -WARN_INTERVAL_S) >= WARN_INTERVAL_S:
-            self._warned_s = {(address, why): now_s}
-            logger.warning("no KV from %s for now: %s", address, why)
         with self._lock:
-            self._connected.discard(address)
+            warns = self._schedule.lost(address, why, time.monotonic_ns())
+        if warns:
+            logger.warning("no KV from %s for now: %s", address, why)
 
     def _run(self) -> None:
         while not self._stop.is_set():
             self._wake.wait(TICK_S)
             self._wake.clear()
             with self._lock:
-                wanted, self._wanted = self._wanted, set()
+                wanted = self._schedule.take_wanted()
             for address in wanted:
                 if not self._dial(address):
                     self.on_unreachable(address)
-            for url in self._found:
+            with self._lock:
+                due = self._schedule.due(time.monotonic_ns())
+            for url in due:
                 self._visit(url)
 
     def _visit(self, url: str) -> None:
-        """Look up and dial the ranks of an engine if one of them is not connected and the backoff is over."""
-        due_s, pause_s = self._pauses[url]
-        now_s = time.monotonic()
-        with self._lock:
-            complete = bool(self._found[url]) and self._found[url] <= self._connected
-        if complete or now_s < due_s:
-            return
-        # The backoff grows until the engine has been stable for the longest backoff.
-        stable = now_s - due_s > MAX_BACKOFF_S and due_s
-        pause_s = MIN_BACKOFF_S if stable else pause_s
-        self._pauses[url] = now_s + pause_s, min(2 * pause_s, MAX_BACKOFF_S)
+        """Look up the ranks of an engine, and dial those that are not connected."""
         try:
-            self._found[url] = set(addresses_of(url))
+            addresses = addresses_of(url)
         except (OSError, ValueError, http.client.HTTPException) as error:
             logger.info("the prefill engine %s does not answer: %s", url, error)
             return
-        for address in self._found[url] - self._connected:
+        with self._lock:
+            missing = self._schedule.found(url, addresses)
+        for address in missing:
             self._dial(address)
 
     def _dial(self, address: str) -> bool:
@@ -113,7 +98,7 @@ class Dialer:
             logger.info("%s cannot be reached: %s", address, error)
             return False
         with self._lock:
-            self._connected.add(address)
+            self._schedule.connected(address)
         self._dialled(sock, address)
         return True
 

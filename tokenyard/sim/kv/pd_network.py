@@ -14,8 +14,9 @@ import numpy as np
 
 from tokenyard.base import NS_PER_S, Cancel, CostModel, Event, Finish, KvLoaded, KvMove, Request, SamplingParams, Submit
 from tokenyard.disagg.protocol import Close, Prefill, Read, Send, Want
-from tokenyard.disagg.protocol.decisions import MAX_OFFER_TIMEOUT_S, offer_timeout_s, should_prefill_remotely
-from tokenyard.disagg.protocol.messages import Message, StopRead, pack_ids
+from tokenyard.disagg.protocol.decisions import MAX_OFFER_TIMEOUT_S, RemotePrefillRule, want_of
+from tokenyard.disagg.protocol.messages import Message, StopRead
+from tokenyard.disagg.protocol.redial import MIN_BACKOFF_NS
 from tokenyard.sim.kv.disagg_settings import DisaggSettings
 from tokenyard.sim.kv.links import LinkDirection, LinkScheduler, Transfer
 from tokenyard.sim.kv.sim_peer import FIRST_NUMBER, SimPeer, request_for
@@ -23,8 +24,6 @@ from tokenyard.sim.kv.transfer_figures import TransferTimes
 from tokenyard.sim.traces.prompt_ids import EOS_TOKEN
 from tokenyard.tape.recorder import Core
 
-DIAL_NS = NS_PER_S // 2
-"""After this long a lost connection is made again, as `disagg.peer_discovery` does."""
 MIN_TICK_NS = NS_PER_S // 1000
 FAULT_STREAM = 2
 FIRST_PREFILL_NUMBER = FIRST_NUMBER << 1
@@ -130,7 +129,7 @@ class Network:
         others = self._nodes[self._answering :] if here else self._nodes[: self._answering]
         for other in others:
             pair = (node, other) if here else (other, node)
-            self._engines.at(now + DIAL_NS, partial(self._rejoin, pair[0].number, pair[1].number))
+            self._engines.at(now + MIN_BACKOFF_NS, partial(self._rejoin, pair[0].number, pair[1].number))
 
     def _rejoin(self, answering: int, prefill: int, now: int) -> None:
         pair = self._nodes[answering], self._nodes[prefill]
@@ -149,7 +148,7 @@ class Network:
         del self._links[answering.number, prefill.number]
         self._later(answering, now, lambda at: answering.decode_peer.lost(connection, at))
         self._later(prefill, now, lambda at: prefill.prefill_peer.lost(connection, at))
-        self._engines.at(now + DIAL_NS, partial(self._rejoin, answering.number, prefill.number))
+        self._engines.at(now + MIN_BACKOFF_NS, partial(self._rejoin, answering.number, prefill.number))
 
     def _later(self, node: SimPeer, now: int, call: Callable[[int], None]) -> None:
         """Run `call` after the latency, or when a stalled engine continues."""
@@ -178,33 +177,14 @@ class Network:
         return request if partner < 0 else self._start_bootstrap(node, self._nodes[partner], request, now)
 
     def _decide(self, node: SimPeer, request: Request, now: int) -> Request:
-        """Ask a prefill engine if that is faster
-        (`engine.scheduler_process.attachments.disagg.DisaggConnector.submitted`).
-        """
-        healthy_peers = node.decode_peer.healthy_peers(now)
-        tokens, cached = len(request.prompt_ids), node.core.cached_tokens(request)
-        if not healthy_peers:
+        """Ask a prefill engine if that is faster."""
+        peers, cached = node.decode_peer.healthy_peers(now), node.core.cached_tokens(request)
+        tokens, bytes_per_token = len(request.prompt_ids), self._page_bytes // self._page
+        rule = RemotePrefillRule(self._disagg.mode, node.cost, self._page, bytes_per_token)
+        chosen = rule.choose(peers, tokens, cached, lambda cost: node.core.prefill_load(cost, now))
+        if chosen is None:
             return request
-        peer, uncached = healthy_peers[0], tokens - cached
-        waits_s, slowdown = node.core.prefill_load(node.cost, now)
-        own_s, copy_s = (
-            node.prefill_s(tokens, cached),
-            node.cost.copy(uncached * self._page_bytes // self._page, "network"),
-        )
-        here_s, there_s = waits_s + own_s * slowdown, peer.load_s + own_s * peer.slowdown + copy_s
-        if not should_prefill_remotely(self._disagg.mode, uncached, node.min_uncached_tokens, here_s, there_s):
-            return request
-        want = Want(
-            key=f"{node.boot_id}-{request.number}",
-            prompt=pack_ids(request.known_ids),
-            sampling=replace(request.sampling, n=1, stop=[]),
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            service_class=request.service_class,
-            tenant=request.tenant,
-        )
-        most_s = offer_timeout_s(own_s * peer.slowdown + peer.load_s)
-        return self._ask(node, want, request, peer.name, most_s, now)
+        return self._ask(node, want_of(request, node.boot_id), request, chosen.peer.name, chosen.timeout_s, now)
 
     def _start_bootstrap(self, node: SimPeer, partner: SimPeer, request: Request, now: int) -> Request:
         """Both halves of a request arrive at the same time and meet in a bootstrap room, as the router sends them."""

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tokenyard.base import CostModel, Finish, Handover, KvMove, Load, Request, StepWork
-from tokenyard.base.blocks import BLOCK_TOKENS
+from tokenyard.base import CostModel, Finish, Handover, KvMove, Load, Request
 from tokenyard.disagg.protocol import DecodePeer, Prefill, PrefillPeer, Timeouts
 from tokenyard.disagg.protocol.messages import unpack_ids
 from tokenyard.sim.kv.links import LinkDirection, Transfer
@@ -67,19 +66,6 @@ class SimPeer:
     def open_keys(self) -> int:
         """Number of keys that either state machine holds state for."""
         return self.decode_peer.open_keys + self.prefill_peer.open_keys
-
-    def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """Predicted seconds of the prefill of prompts of `tokens` tokens, `cached` of which are cached."""
-        if tokens <= cached:
-            return 0.0
-        work = StepWork()
-        work.add_chunk(cached, tokens - cached)
-        return self.cost.step(work)
-
-    @property
-    def min_uncached_tokens(self) -> int:
-        """Number of uncached tokens below which no prefill engine is asked."""
-        return max(BLOCK_TOKENS, self.page_size)
 
     def take(self, moves: list[KvMove], now: int) -> list[Load]:
         """Start the moves that the scheduler requested; returns loads whose offer is gone."""

@@ -27,19 +27,17 @@ from tokenyard.base import (
     Load,
     Request,
     SamplingParams,
-    StepWork,
     Submit,
     TextOptions,
     TokenBatch,
 )
-from tokenyard.base.blocks import BLOCK_TOKENS
 from tokenyard.base.request import BootstrapInfo
 from tokenyard.disagg.handshake import EngineIdentity, Hello
 from tokenyard.disagg.peer_discovery import Dialer
 from tokenyard.disagg.process_vm import Probe, machine_id
-from tokenyard.disagg.protocol import VERSION, Peer, Prefill, Timeouts, Want
-from tokenyard.disagg.protocol.decisions import MAX_OFFER_TIMEOUT_S, offer_timeout_s, should_prefill_remotely
-from tokenyard.disagg.protocol.messages import pack_ids, unpack_ids
+from tokenyard.disagg.protocol import VERSION, Prefill, Timeouts, Want
+from tokenyard.disagg.protocol.decisions import MAX_OFFER_TIMEOUT_S, RemotePrefillRule, want_of
+from tokenyard.disagg.protocol.messages import unpack_ids
 from tokenyard.disagg.transfer_manager import KvTransferManager
 from tokenyard.engine.processes.engine_config import DisaggConfig, EngineConfig
 from tokenyard.engine.scheduler_process.attachments.base import Attachment
@@ -78,6 +76,7 @@ class DisaggConnector(Attachment):
         self._deliver = deliver
         self._info = info
         self._cost = core.cost or prior_cost_model(info)
+        self._rule = RemotePrefillRule(config.role, self._cost, info.page_size, info.kv_bytes_per_token)
         self._remote_prefills: set[int] = set()
         self._bootstrap_requests: set[int] = set()
         self._load_at_ns = 0
@@ -147,12 +146,12 @@ class DisaggConnector(Attachment):
         if options is not None and options.prompt_from >= 0:
             return request
         tokens = len(request.prompt_ids) + len(request.output_ids)
-        cached = self._core.cached_tokens(request)
-        own_s = self._prefill_s(tokens, cached)
-        peer = self._peer_for(tokens - cached, own_s)
-        if peer is None:
+        cached, peers = self._core.cached_tokens(request), self._manager.healthy_peers
+        chosen = self._rule.choose(peers, tokens, cached, lambda cost: self._core.prefill_load(cost, now))
+        if chosen is None:
             return request
-        self._request_remote_prefill(request, peer, own_s * peer.slowdown + peer.load_s)
+        want = want_of(request, self._manager.identity.hello.boot_id)
+        self._want(want, request, chosen.peer.name, chosen.timeout_s)
         return replace(request, awaits_kv=True)
 
     def take(self, moves: list[KvMove]) -> list[KvMove]:
@@ -183,41 +182,6 @@ class DisaggConnector(Attachment):
             self._remove_foreign_rows(batch, foreign)
 
     # ---- asking ----------------------------------------------------------------------------------------------------
-
-    def _peer_for(self, uncached: int, own_s: float) -> Peer | None:
-        """The engine that should compute a prompt of `uncached` tokens, which takes `own_s` on an idle device; None for
-        this one.
-        """
-        healthy_peers = self._manager.healthy_peers
-        if not healthy_peers:
-            return None
-        peer = healthy_peers[0]
-        waits_s, slowdown = self._core.prefill_load(self._cost, time.monotonic_ns())
-        copy_s = self._cost.copy(uncached * self._info.kv_bytes_per_token, "network")
-        here_s, there_s = waits_s + own_s * slowdown, peer.load_s + own_s * peer.slowdown + copy_s
-        min_tokens = max(BLOCK_TOKENS, self._info.page_size)
-        return peer if should_prefill_remotely(self._config.role, uncached, min_tokens, here_s, there_s) else None
-
-    def _prefill_s(self, tokens: int, cached: int) -> float:
-        """How long prompts of `tokens`, of which `cached` are there, are predicted to take."""
-        if tokens <= cached:
-            return 0.0
-        work = StepWork()
-        work.add_chunk(cached, tokens - cached)
-        return self._cost.step(work)
-
-    def _request_remote_prefill(self, request: Request, peer: Peer, predicted_s: float) -> None:
-        want = Want(
-            key=f"{self._manager.identity.hello.boot_id}-{request.number}",
-            prompt=pack_ids(request.known_ids),
-            sampling=replace(request.sampling, n=1, stop=[]),
-            cache_salt=request.cache_salt,
-            lora=request.lora,
-            priority=request.priority,
-            service_class=request.service_class,
-            tenant=request.tenant,
-        )
-        self._want(want, request, peer.name, offer_timeout_s(predicted_s))
 
     def _want(self, want: Want, request: Request, peer: str, max_s: float) -> None:
         numbers = range(request.number, request.number + request.sampling.n)
