@@ -101,6 +101,9 @@ def test_it_knows_what_it_lacks_and_what_is_in_memory(store):
     store.put_in_memory(DIGESTS[0], content(0))
     assert store.lacks(DIGESTS[0]), "it is not where it stays"
     assert holds(store, 0) == in_memory
+    block = block_buffer(FORM.block_bytes)
+    assert store.get_from_memory(DIGESTS[0], block) == store.has_memory_in_front == in_memory
+    assert (block == content(0)).all() == in_memory
     slow = store.find_slow(DIGESTS[:2])
     assert slow == ([] if isinstance(store, MemoryStore) else [1] if in_memory else [0, 1])
     assert store.put(DIGESTS[0], content(0))

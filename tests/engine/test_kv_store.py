@@ -249,7 +249,7 @@ def test_a_paused_request_resumes_with_its_kv(monkeypatch):
     engine.until(lambda: len(engine.yard.tokens.get(number, [])) >= 3)
     engine.yard.apply(Pause(numbers=[number]))
     (row,) = core.state.waiting.rows.tolist()
-    engine.until(lambda: not (core.state.memory.holds or core.state.stores.waiting))
+    engine.until(lambda: not (core.state.stores.waiting or engine.kv_store.machine.storing))
     for seed in range(5, 9):
         engine.serve(prompt(300, seed=seed))
     assert core.state.memory.tree.peek(core.state.table.request_state(row).known_ids.tobytes()) == 0

@@ -8,6 +8,7 @@ from tokenyard.base.blocks import StoredPrefix
 from tokenyard.cost import get_profile
 from tokenyard.kv_store.machine import (
     FIND_INTERVAL_NS,
+    MAX_BACKLOG,
     MAX_BACKOFF_NS,
     MIN_BACKOFF_NS,
     NEVER_NS,
@@ -17,6 +18,7 @@ from tokenyard.kv_store.machine import (
     BlockSizes,
     Cancel,
     Closing,
+    Discard,
     Ended,
     Find,
     Gather,
@@ -41,9 +43,9 @@ COST = get_profile("h100", "llama-3-8b").cost()
 FAST_S, SLOW_S = 1e-5, 1e-4
 
 
-def machine(**limits):
+def machine(*, in_store=False, **limits):
     given = KvStoreLimits(**{"write_mb_s": 0.0} | limits)
-    return KvStoreMachine(given, BlockSizes(BLOCK, PAGE, BLOCK_BYTES, FAST_S, SLOW_S), COST, GATE)
+    return KvStoreMachine(given, BlockSizes(BLOCK, PAGE, BLOCK_BYTES, FAST_S, SLOW_S, in_store), COST, GATE)
 
 
 def stored(found, fast=0, first=0):
@@ -194,7 +196,7 @@ def test_after_a_write_that_failed_nothing_is_stored_for_a_while():
         now = kv.next_ns()
         assert Write(gather.op) in kv.handle(Tick(), now)
     assert (pauses[0], pauses[1], pauses[-1]) == (MIN_BACKOFF_NS, 2 * MIN_BACKOFF_NS, MAX_BACKOFF_NS)
-    assert (kv.counters.failed_writes, kv.counters.dropped_blocks) == (7, 7 * 3)
+    assert (kv.counters.failed_writes, kv.counters.dropped_blocks) == (7, 7 * 3 + 2 + 6)
     kv.handle(Wrote(gather.op, 1), now)
     (gather,) = kv.handle(offer(2), now)
     kv.handle(Gathered(gather.op, 2, 2), now)
@@ -218,6 +220,21 @@ def test_a_write_that_hangs_holds_no_pages():
     assert kv.next_ns() == NEVER_NS
     kv.handle(Wrote(1, 4), 2 * WRITE_TIMEOUT_NS)
     assert isinstance(kv.handle(offer(4, number=-5), 2 * WRITE_TIMEOUT_NS)[0], Gather)
+
+
+def test_host_memory_in_front_of_a_store_does_not_wait_for_it():
+    kv, discarded = machine(in_store=True), []
+    for number in range(1, MAX_BACKLOG + 5):
+        (gather,) = (one for one in kv.handle(offer(4, number=-number), 0) if isinstance(one, Gather))
+        actions = kv.handle(Gathered(gather.op, 4, 4), WRITE_TIMEOUT_NS)
+        assert Apply(PagesReleased(-number)) in actions
+        discarded += [one.op for one in actions if isinstance(one, Discard)]
+    # The first run is being written and hangs.
+    assert discarded == [2, 3, 4]
+    assert kv.counters.dropped_blocks == 3 * 4
+    assert Write(5) not in kv.handle(Wrote(1, 0, "full"), WRITE_TIMEOUT_NS)
+    assert isinstance(kv.handle(offer(4), WRITE_TIMEOUT_NS)[0], Gather), "a pause is for the disk alone"
+    assert kv.counters.dropped_blocks == 4 * 4
 
 
 def test_offers_are_dropped_before_a_flush():

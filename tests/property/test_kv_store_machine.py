@@ -16,6 +16,7 @@ from tokenyard.base import NS_PER_S, KvAvailable, KvLoaded, Load, OpenGate, Page
 from tokenyard.base.blocks import StoredPrefix
 from tokenyard.cost import get_profile
 from tokenyard.kv_store.machine import (
+    MAX_BACKLOG,
     MAX_STAGED,
     NEVER_NS,
     PREFETCH_POLICIES,
@@ -23,6 +24,7 @@ from tokenyard.kv_store.machine import (
     BlockSizes,
     Cancel,
     Closing,
+    Discard,
     Ended,
     Gather,
     Gathered,
@@ -60,15 +62,15 @@ def stored_prefix(first, found, fast, slow, spare=1):
 
 
 class AnyDriver(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(PREFETCH_POLICIES), rate=st.sampled_from([0.0, 100.0]))
-    def start(self, policy, rate):
+    @initialize(policy=st.sampled_from(PREFETCH_POLICIES), rate=st.sampled_from([0.0, 100.0]), in_store=st.booleans())
+    def start(self, policy, rate, in_store):
         limits = KvStoreLimits(write_mb_s=rate, prefetch_policy=policy, timeout_s=0.5)
-        self.machine = KvStoreMachine(limits, BlockSizes(BLOCK, PAGE, BLOCK_BYTES, 1e-4, 1e-3), COST, GATE)
+        self.machine = KvStoreMachine(limits, BlockSizes(BLOCK, PAGE, BLOCK_BYTES, 1e-4, 1e-3, in_store), COST, GATE)
         self.limits, self.now, self.last_number = limits, 1, 0
         self.open = {}
         self.cancelled, self.answered = set(), set()
         self.until_ns = {}
-        self.staged = {}
+        self.staged, self.in_store = {}, in_store
         self.requests, self.loads, self.offers = {}, {}, {}
         self.gates = set()
 
@@ -84,6 +86,8 @@ class AnyDriver(RuleBasedStateMachine):
                     assert not isinstance(self.open[op], Write)
                     assert op not in self.cancelled, "once"
                     self.cancelled.add(op)
+                case Discard(op=op):
+                    del self.staged[op]
                 case Write(op=op):
                     assert op in self.staged, "only what was gathered is written, once"
                     self.open[op] = action
@@ -96,7 +100,8 @@ class AnyDriver(RuleBasedStateMachine):
                         self.may_take(op, len(event.pages) * PAGE)
         assert len([one for one in self.open.values() if isinstance(one, Write)]) <= 1
         gathering = [one for one in self.open.values() if isinstance(one, Gather)]
-        assert len(gathering) + len(self.staged) <= MAX_STAGED
+        limit = MAX_BACKLOG + 2 if self.in_store else MAX_STAGED
+        assert len(gathering) + len(self.staged) <= limit
 
     def may_take(self, op, tokens):
         self.until_ns[op] = self.now + round(self.limits.prefetch_timeout_s(tokens) * NS_PER_S)

@@ -54,9 +54,18 @@ class LayeredStore:
         self._upper.touch(digests)
         self._lower.touch(digests)
 
+    @property
+    def has_memory_in_front(self) -> bool:
+        """Yes, the upper store."""
+        return True
+
     def put_in_memory(self, digest: bytes, block: Block) -> None:
         """Store a block in the upper store."""
         self._upper.put(digest, block)
+
+    def get_from_memory(self, digest: bytes, block: Block) -> bool:
+        """Fill `block` from the upper store; False if it is not there."""
+        return self._upper.get(digest, block)
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Store a block in the lower store; False if it had it. Raises what that raises."""

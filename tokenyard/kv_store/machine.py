@@ -10,8 +10,8 @@ An action names a run of blocks and has a number, its `op`. The driver answers e
 soon as no copy from or to pages is in progress, without waiting for the store, and then copies nothing more for that
 op. So pages are in use until the answer, however long a store takes, and never go back because a time has passed.
 
-The pipeline of a write is device, staging memory, store. An offer's pages are free once they are gathered; at most
-`MAX_STAGED` runs are staged at a time.
+The pipeline of a write is device, staging memory, store. An offer's pages are free once they are gathered. Where host
+memory is a store in front of another one, it is the staging memory, and gathering does not wait for the other store.
 """
 
 from collections import deque
@@ -44,6 +44,8 @@ MIN_BACKOFF_NS, MAX_BACKOFF_NS = NS_PER_S, 30 * NS_PER_S
 """How long nothing is stored after a write has failed: the first time, and at most."""
 MAX_STAGED = 2
 """Runs in staging memory at a time, including one that is being gathered and one that is being written."""
+MAX_BACKLOG = 1024
+"""The same where staging memory is a store; the oldest run beyond that is not written."""
 STAGED_BYTES = 1 << 26
 """Most bytes of a run that is stored, if a block is not larger."""
 LEARNING_RATE = 0.2
@@ -82,6 +84,8 @@ class BlockSizes:
     """Seconds to copy a block between host memory and the device."""
     slow_s: float
     """Seconds to read a block from the store behind host memory; 0.0 if there is none."""
+    stages_in_store: bool = False
+    """Whether staging memory is a store in front of another one."""
 
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -158,9 +162,9 @@ class Wrote:
 
     op: int
     blocks: int
-    """Blocks that the store has now."""
+    """Blocks that were written."""
     error: str = ""
-    """Why the others could not be stored; "" if all are."""
+    """Why the others could not be written; "" if all are, or were evicted from staging memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +255,13 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Discard:
+    """What `Gather` of the same op has staged is not written."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """End a `Prefetch`, `Read` or `Gather` early. It is answered with what was done by then."""
 
@@ -264,7 +275,7 @@ class Apply:
     event: Event
 
 
-KvStoreAction = Find | Prefetch | Read | Gather | Write | Cancel | Apply
+KvStoreAction = Find | Prefetch | Read | Gather | Write | Discard | Cancel | Apply
 
 # ---- the machine ------------------------------------------------------------------------------------------------
 
@@ -280,7 +291,7 @@ class KvStoreCounters:
     loaded_tokens: int = 0
     """Tokens whose KV was copied to pages."""
     dropped_blocks: int = 0
-    """Blocks of offers that were given up. The store may have some of them."""
+    """Blocks that were given up: of offers, of which the store may have some, and staged ones."""
     failed_writes: int = 0
     """Runs that could not be written."""
     failed_loads: int = 0
@@ -382,10 +393,10 @@ class KvStoreMachine:
     """Requests by the op of their `Prefetch` or `Read`."""
     _offers: deque[_Offer] = field(default_factory=deque)
     """Only the first one is being gathered."""
-    _staged: deque[int] = field(default_factory=deque)
-    """The ops of staged runs, without the one that is being written."""
-    _writing: int = 0
-    """The op that is being written, 0 for none."""
+    _staged: deque[tuple[int, int]] = field(default_factory=deque)
+    """The ops of staged runs and their blocks, without the one that is being written."""
+    _writing: tuple[int, int] = (0, 0)
+    """The op that is being written and its blocks; (0, 0) for none."""
     _write_since_ns: int = 0
     _stuck: bool = False
     """Whether the write has taken too long."""
@@ -449,7 +460,7 @@ class KvStoreMachine:
     @property
     def storing(self) -> int:
         """Offers and staged runs that are not written yet."""
-        return len(self._offers) + len(self._staged) + bool(self._writing)
+        return len(self._offers) + len(self._staged) + bool(self._writing[0])
 
     @property
     def offers(self) -> int:
@@ -591,7 +602,8 @@ class KvStoreMachine:
 
     def _offered(self, event: Store, now: int) -> list[KvStoreAction]:
         offer = _Offer(event, len(event.tokens) // self.sizes.block_tokens)
-        if not offer.blocks or self._stuck or now < self._limit.paused_until_ns:
+        waits = self._stuck or now < self._limit.paused_until_ns
+        if not offer.blocks or (waits and not self.sizes.stages_in_store):
             return [self._release(offer)]
         self._offers.append(offer)
         return self._store_more(now)
@@ -600,28 +612,35 @@ class KvStoreMachine:
         offer = self._offers[0] if self._offers else None
         if offer is None or offer.op != event.op:
             raise ValueError(f"op {event.op} of the KV store is not open")
+        actions: list[KvStoreAction] = []
         if event.blocks:
-            self._staged.append(event.op)
+            self._staged.append((event.op, event.blocks))
+        if len(self._staged) > MAX_BACKLOG:
+            oldest, blocks = self._staged.popleft()
+            self.counters.dropped_blocks += blocks
+            actions.append(Discard(oldest))
         progress = event.end > offer.next
         offer.op, offer.next = 0, event.end
-        actions: list[KvStoreAction] = []
         if offer.dropped or offer.next >= offer.blocks or not progress:
             self._offers.popleft()
             actions.append(self._release(offer))
         return actions + self._store_more(now)
 
     def _wrote(self, event: Wrote, now: int) -> list[KvStoreAction]:
-        if event.op != self._writing:
+        op, blocks = self._writing
+        if event.op != op:
             raise ValueError(f"op {event.op} of the KV store is not open")
         num_bytes = event.blocks * self.sizes.block_bytes
         self._limit.wrote(num_bytes, self._write_since_ns)
-        self._writing, self._stuck = 0, False
+        self._writing, self._stuck = (0, 0), False
         self.counters.written_bytes += num_bytes
+        self.counters.dropped_blocks += blocks - event.blocks
         actions: list[KvStoreAction] = []
         if event.error:
             self.counters.failed_writes += 1
             self._limit.failed(now)
-            actions += self._drop_offers()
+            if not self.sizes.stages_in_store:
+                actions += self._drop_offers()
         else:
             self._limit.pause_ns = 0
         return actions + self._store_more(now)
@@ -629,15 +648,15 @@ class KvStoreMachine:
     def _store_more(self, now: int) -> list[KvStoreAction]:
         """Gather the next run if there is staging memory for it, and write the next one if it may be."""
         actions: list[KvStoreAction] = []
-        in_use = len(self._staged) + bool(self._writing)
-        if self._offers and not self._offers[0].op and in_use < MAX_STAGED:
+        has_room = self.sizes.stages_in_store or len(self._staged) + bool(self._writing[0]) < MAX_STAGED
+        if self._offers and not self._offers[0].op and has_room:
             offer = self._offers[0]
             self._last_op += 1
             offer.op = self._last_op
             actions.append(Gather(offer.op, offer.offer, offer.next, self._run_blocks))
-        if self._staged and not self._writing and now >= self._limit.ready_ns:
+        if self._staged and not self._writing[0] and now >= self._limit.ready_ns:
             self._writing, self._write_since_ns = self._staged.popleft(), now
-            actions.append(Write(self._writing))
+            actions.append(Write(self._writing[0]))
         return actions
 
     def _drop_offers(self, event: StoresDropped | None = None, now: int = 0) -> list[KvStoreAction]:
@@ -670,9 +689,10 @@ class KvStoreMachine:
         for request in self._requests.values():
             if now >= request.deadline_ns:
                 actions += self._cancel(request)
-        if self._writing and not self._stuck and now >= self._write_since_ns + WRITE_TIMEOUT_NS:
+        if self._writing[0] and not self._stuck and now >= self._write_since_ns + WRITE_TIMEOUT_NS:
             self._stuck = True
-            actions += self._drop_offers()
+            if not self.sizes.stages_in_store:
+                actions += self._drop_offers()
         actions += self._store_more(now)
         if now >= self._find_ns:
             self._find_ns = now + FIND_INTERVAL_NS
@@ -681,9 +701,9 @@ class KvStoreMachine:
 
     def _next_due_ns(self) -> int:
         due = min((request.deadline_ns for request in self._requests.values()), default=NEVER_NS)
-        if self._writing and not self._stuck:
+        if self._writing[0] and not self._stuck:
             due = min(due, self._write_since_ns + WRITE_TIMEOUT_NS)
-        if self._staged and not self._writing:
+        if self._staged and not self._writing[0]:
             due = min(due, self._limit.ready_ns)
         return due
 

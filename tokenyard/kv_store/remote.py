@@ -117,8 +117,17 @@ class RemoteStore:
         with self._lock:
             touch_all(self._known, digests)
 
+    @property
+    def has_memory_in_front(self) -> bool:
+        """No."""
+        return False
+
     def put_in_memory(self, digest: bytes, block: Block) -> None:
         """Nothing: there is no store in host memory."""
+
+    def get_from_memory(self, digest: bytes, block: Block) -> bool:
+        """False: there is no store in host memory."""
+        return False
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Write a block (`padded` bytes); False if it was known to be stored. Raises RespError, or StoreFullError if

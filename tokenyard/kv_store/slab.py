@@ -112,8 +112,17 @@ class SlabStore:
 
     # ---- blocks ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_memory_in_front(self) -> bool:
+        """No."""
+        return False
+
     def put_in_memory(self, digest: bytes, block: Block) -> None:
         """Nothing: there is no store in host memory."""
+
+    def get_from_memory(self, digest: bytes, block: Block) -> bool:
+        """False: there is no store in host memory."""
+        return False
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Write a block (`padded` bytes); False if it was stored already. Raises OSError, or StoreFullError if the disk

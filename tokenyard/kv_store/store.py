@@ -114,8 +114,15 @@ class BlockStore(Protocol):
     def touch(self, digests: list[bytes]) -> None:
         """The blocks of a prompt, in order, were used: the first one stays longest."""
 
+    @property
+    def has_memory_in_front(self) -> bool:
+        """Whether there is a store in host memory in front of another one."""
+
     def put_in_memory(self, digest: bytes, block: Block) -> None:
-        """Keep a copy of a block in host memory, if this store has some in front of another one. Does not block."""
+        """Keep a copy of a block in the store in front, if there is one. Does not block."""
+
+    def get_from_memory(self, digest: bytes, block: Block) -> bool:
+        """Fill `block` from the store in front; False if the block is not there. Does not block."""
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Store a block; False if it was stored already. Raises OSError or StoreFullError, and then stores nothing."""
@@ -175,8 +182,17 @@ class MemoryStore:
         with self._lock:
             touch_all(self._blocks, digests)
 
+    @property
+    def has_memory_in_front(self) -> bool:
+        """No: there is no other store."""
+        return False
+
     def put_in_memory(self, digest: bytes, block: Block) -> None:
         """Nothing: `put` does that."""
+
+    def get_from_memory(self, digest: bytes, block: Block) -> bool:
+        """False: `get` does that."""
+        return False
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Store a copy of a block; False if it was stored already. Raises StoreFullError if `max_blocks` is 0."""

@@ -16,6 +16,7 @@ from tokenyard.kv_store.machine import (
     Apply,
     BlockSizes,
     Cancel,
+    Discard,
     Ended,
     Find,
     Gather,
@@ -105,7 +106,9 @@ class SimKvStore:
             block_bytes=self._block_bytes,
             fast_s=self._host_ns / NS_PER_S,
             slow_s=self._disk_ns / NS_PER_S,
+            stages_in_store=bool(settings.host_gb and settings.disk_gb),
         )
+        self._stages_in_store = sizes.stages_in_store
         limits = settings.limits if settings.disk_gb else replace(settings.limits, write_mb_s=0.0)
         self.machine = KvStoreMachine(limits, sizes, cost, Gate.KV)
         self._reads, self._writes, self._copies = IoChannel(at), IoChannel(at), IoChannel(at)
@@ -204,6 +207,8 @@ class SimKvStore:
                 self._gather(action, now)
             case Write(op):
                 self._write(op, now)
+            case Discard(op):
+                self._in_staging.difference_update(self._staged.pop(op)[0])
             case Cancel(op):
                 channel, job = self._jobs[op]
                 channel.cancel(job, now)
@@ -315,12 +320,14 @@ class SimKvStore:
 
     def _write(self, op: int, now: int) -> None:
         gathered, prefix = self._staged.pop(op)
+        # Blocks that are staged in host memory may have been evicted from there.
+        there = [digest for digest in gathered if digest in self._host or not self._stages_in_store]
 
         def done(part: float, seconds: float, at: int) -> None:
-            for digest in gathered:
+            for digest in there:
                 self._lowest.put(digest)
             self._in_staging.difference_update(gathered)
             self._touch(prefix)
-            self._answer(Wrote(op, len(gathered)), at)
+            self._answer(Wrote(op, len(there)), at)
 
-        self._add(self._writes, op, ChannelJob(lambda: len(gathered) * self._disk_ns, done), now)
+        self._add(self._writes, op, ChannelJob(lambda: len(there) * self._disk_ns, done), now)

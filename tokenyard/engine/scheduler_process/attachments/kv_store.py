@@ -36,6 +36,7 @@ from tokenyard.kv_store.machine import (
     BlockSizes,
     Cancel,
     Closing,
+    Discard,
     Ended,
     Find,
     Gather,
@@ -83,8 +84,8 @@ class Operation:
     """Blocks of the run that are done."""
     end: int = 0
     """Where a gather has come to in the offer."""
-    staged: list[tuple[bytes, Block]] = field(default_factory=list)
-    """What a gather has staged."""
+    staged: list[tuple[bytes, Block | None]] = field(default_factory=list)
+    """What a gather has staged; None for a block in the store's own memory."""
     digests: list[bytes] = field(default_factory=list)
     """The names of the blocks of a gather's offer."""
     error: str = ""
@@ -136,6 +137,7 @@ class KvStoreConnector(Attachment):
             block_bytes=self._block_bytes,
             fast_s=cost.copy(self._block_bytes, LINKS["none"]),
             slow_s=cost.copy(self._block_bytes, LINKS[config.backend]) if has_slow else 0.0,
+            stages_in_store=store.has_memory_in_front,
         )
         self.machine = KvStoreMachine(config.limits, sizes, cost, Gate.KV)
         self._deliver = deliver
@@ -334,6 +336,8 @@ class KvStoreConnector(Attachment):
                     self._finds = action.max_requests
                 case Cancel():
                     self._cancel(action.op)
+                case Discard():
+                    self._unstage(self._staged.pop(action.op))
                 case Prefetch() | Read():
                     self._start(action, self._to_read)
                 case Gather():
@@ -392,9 +396,9 @@ class KvStoreConnector(Attachment):
             case Read() as read:
                 self._read(operation, read, block)
             case Gather() as gather:
-                self._gather(operation, gather)
+                self._gather(operation, gather, block)
             case Write() as write:
-                self._write(operation, self._staged.pop(write.op))
+                self._write(operation, self._staged.pop(write.op), block)
 
     def _log_failure(self, operation: Operation) -> None:
         """Log an error of the store; of writes that fail one after the other, the first."""
@@ -428,7 +432,7 @@ class KvStoreConnector(Attachment):
             with self._changed:
                 operation.copying, operation.blocks = False, operation.blocks + 1
 
-    def _gather(self, operation: Operation, action: Gather) -> None:
+    def _gather(self, operation: Operation, action: Gather, buffer: Block) -> None:
         """Stage those blocks of an offer that the store lacks, first ones first."""
         digests, store = self._digests(action.offer), self._store
         operation.digests = digests
@@ -437,28 +441,39 @@ class KvStoreConnector(Attachment):
             if digest not in self._in_staging and store.lacks(digest):
                 if len(operation.staged) == action.max_blocks or not self._may_copy(operation):
                     return
-                block = self._free_buffers.pop() if self._free_buffers else block_buffer(self._block_bytes)
+                block = buffer if store.has_memory_in_front else self._take_buffer()
                 self._pool.gather(action.offer.pages[place * self._per_block :][: self._per_block], block)
                 store.put_in_memory(digest, block)
                 with self._changed:
                     operation.copying = False
-                    operation.staged.append((digest, block))
+                    operation.staged.append((digest, None if block is buffer else block))
                     self._in_staging.add(digest)
             operation.end = place + 1
         store.touch(digests)
 
-    def _write(self, operation: Operation, gathered: Operation) -> None:
+    def _take_buffer(self) -> Block:
+        with self._changed:
+            return self._free_buffers.pop() if self._free_buffers else block_buffer(self._block_bytes)
+
+    def _write(self, operation: Operation, gathered: Operation, buffer: Block) -> None:
         """Write what was gathered. Raises OSError, and TokenyardError for a store that is full."""
         try:
-            for digest, block in gathered.staged:
-                self._store.put(digest, block)
-                operation.blocks += 1
+            for digest, staged in gathered.staged:
+                block = buffer if staged is None else staged
+                # What is staged in the store's own memory may have been evicted from there.
+                if staged is not None or self._store.get_from_memory(digest, block):
+                    self._store.put(digest, block)
+                    operation.blocks += 1
             self._failing = False
         finally:
             with self._changed:
-                self._in_staging.difference_update(digest for digest, _ in gathered.staged)
-                self._free_buffers += [block for _, block in gathered.staged]
+                self._unstage(gathered)
             self._store.touch(gathered.digests[: gathered.end])
+
+    def _unstage(self, gathered: Operation) -> None:
+        """What was staged is no longer needed. The lock is held."""
+        self._in_staging.difference_update(digest for digest, _ in gathered.staged)
+        self._free_buffers += [block for _, block in gathered.staged if block is not None]
 
     def _digests(self, offer: Store) -> list[bytes]:
         """The names of an offer's blocks; those of the last offer are kept, as its runs follow each other."""
