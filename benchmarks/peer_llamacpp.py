@@ -2,8 +2,8 @@
 
     python -m venv /tmp/llama && CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/llama/bin/pip install llama-cpp-python gguf numpy
 
-Writes a GGUF file of random weights of the shape in config.json, then decodes greedily by the low-level interface, one
-sequence per prompt. Prints a JSON line per batch, see peer_loop.report.
+Writes a GGUF file of random weights of the shape in config.json, unless the folder has a model.gguf, then decodes
+greedily by the low-level interface, one sequence per prompt. Prints a JSON line per batch, see peer_loop.report.
 """
 
 import functools
@@ -127,7 +127,8 @@ def main():
     import llama_cpp as api
 
     path = Path(options.folder) / "model.gguf"
-    write_model(options.folder, path)
+    if not path.exists():
+        write_model(options.folder, path)
     quiet = api.llama_log_callback(lambda level, text, data: None)
     api.llama_log_set(quiet, None)
     api.llama_backend_init()

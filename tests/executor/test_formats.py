@@ -1,22 +1,28 @@
 """Products of packed weights by every instruction set, and whole models whose weights stay packed."""
 
 import ctypes
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.executor.driver import Driver
 from tests.executor.gguf_maker import quantized_rows, write_gguf
-from tests.executor.tiny_models import SMALL, prompt_of
+from tests.executor.test_quantized import words
+from tests.executor.tiny_models import FAMILY_CASES, SMALL, prompt_of
+from tokenyard.executor.formats.int4_groups import int4_rows
+from tokenyard.executor.formats.on_load import q4_0, q8_0
 from tokenyard.executor.formats.weight_format import FORMATS, STORED
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, int32s
+from tokenyard.executor.quantized import AWQ_ORDER, mxfp4
 
 try:
     LIBRARY = load_library()
@@ -35,8 +41,21 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+def int4(rows, inputs, seed, form):
+    """Rows in groups with a scale and a zero point, and what they mean, by NumPy."""
+    rng = np.random.default_rng(seed)
+    blocks = inputs // form.inputs
+    scales = (rng.random((rows, blocks)) * 0.02 + 0.001).astype(np.float16).astype(np.float32)
+    zeros, values = rng.integers(0, 17, (rows, blocks)), rng.integers(0, 16, (rows, inputs))
+    given = (torch.from_numpy(part) for part in (values, zeros, scales))
+    whole = (values.reshape(rows, blocks, -1) - zeros[..., None]) * scales[..., None].astype(np.float64)
+    return int4_rows(*given, form), torch.from_numpy(whole.reshape(rows, inputs))
+
+
 def matrix(name, rows, inputs, seed=1):
     """A matrix in a format, and its numbers in float64 as the gguf package reads them."""
+    if name.startswith("INT4"):
+        return int4(rows, inputs, seed, FORMATS[name])
     kind = gguf.GGMLQuantizationType[name]
     values = np.random.default_rng(seed).standard_normal((rows, inputs), dtype=np.float32)
     data = np.ascontiguousarray(quantized_rows(values, kind))
@@ -212,10 +231,14 @@ def mixed(name):
 
 def partly(name):
     """One of three matrices is of a kind that has no format."""
-    return "Q5_1" if "attn_q" in name else "Q8_0"
+    return "TQ2_0" if "attn_q" in name else "Q8_0"
 
 
-KINDS = {**{name: name for name in FORMATS}, "Q4_K_M": mixed, "partly": partly}
+KINDS = {
+    **{name: name for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "Q5_0", "Q4_1", "Q5_1", "IQ4_NL", "MXFP4")},
+    "Q4_K_M": mixed,
+    "partly": partly,
+}
 
 
 @pytest.fixture(scope="module")
@@ -320,3 +343,193 @@ def test_logits_are_the_same_bit_for_bit_under_every_schedule(models, case, kind
     driver.step((sequences[0], 39), *((one, len(one.known) - 1) for one in sequences[1:]))
     _, order, ticket = driver.launch(*((one, 1) for one in sequences), delay=True)
     assert torch.equal(ticket.logits[order.index(sequences[0])], first)
+
+
+def test_what_is_unpacked_is_said(models, caplog):
+    path, _ = models("llama", "partly")
+    with caplog.at_level("INFO"):
+        load(path)
+    lines = [record.getMessage() for record in caplog.records if "is unpacked" in record.getMessage()]
+    # Three matrices of 256 x 256, 66 bytes for 256 numbers, become float32.
+    assert lines == ["TQ2_0 is unpacked: 3 matrices (blk.0.attn_q.weight, ...) take 1 MB, 0 MB in the checkpoint"]
+
+
+def make_adapter(folder):
+    """An adapter of rank 4 for some of the llama's projections."""
+    shapes = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (256, 64), "mlp.up_proj": (256, 512)}
+    shapes["mlp.down_proj"] = (512, 256)
+    tensors = {}
+    for layer in range(3):
+        for seed, (name, (inputs, outputs)) in enumerate(shapes.items()):
+            prefix = f"base_model.model.model.layers.{layer}.{name}.lora_"
+            tensors |= {f"{prefix}A.weight": random(4, inputs, seed=seed) * 0.1}
+            tensors |= {f"{prefix}B.weight": random(outputs, 4, seed=seed + 10) * 0.1}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = [name.rpartition(".")[2] for name in shapes]
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M"])
+def test_adapters_over_packed_weights(models, tmp_path, kind):
+    """An adapter adds what it adds to the model of the numbers that the file's mean."""
+    adapter, prompt, moved = make_adapter(tmp_path / "adapter"), prompt_of(20, seed=3), []
+    for folder in models("llama", kind):
+        executor = load(folder, lora_slots=1, lora_rank=4)
+        without = all_logits(executor, prompt)
+        executor.load_adapter("own", adapter)
+        driver = Driver(executor)
+        driver.launch((driver.start(prompt, adapter=("own", 1)), None), delay=True)
+        moved.append(executor.model.logits(0, len(prompt)).double() - without)
+    packed, exact = moved
+    assert exact.std() > 0.1
+    assert (packed - exact).std() < 0.1 * exact.std()
+
+
+# ---- other checkpoints ----
+
+
+def int4_checkpoint(source, target, case):
+    """A tiny model whose projections are AWQ or GPTQ ones, and one of the numbers that they mean."""
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    quantization, make, options = INT4_CASES[case]
+    rng, quantized, whole = torch.Generator().manual_seed(5), {}, {}
+    order = torch.arange(512)[torch.randperm(512, generator=rng)]
+    for name, tensor in sorted(tensors.items()):
+        quantized[name] = whole[name] = tensor
+        if "_proj.weight" in name:
+            del quantized[name]
+            parts, whole[name] = make(rng, *tensor.shape, order, **options)
+            quantized |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
+    for folder, found, extra in (
+        (target / "q", quantized, {"quantization_config": quantization}),
+        (target / "w", whole, {}),
+    ):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | extra))
+        save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
+    return str(target / "q"), str(target / "w")
+
+
+def as_int4(rng, outputs, inputs, order, *, form, group, shuffled=False):
+    """Parts of a matrix of four bits, and its numbers."""
+    values = torch.randint(0, 16, (outputs, inputs), generator=rng)
+    zeros = torch.randint(0, 15, (outputs, inputs // group), generator=rng)
+    scales = (torch.rand(outputs, inputs // group, generator=rng) * 0.01 + 0.001).half()
+    groups = torch.arange(inputs) // group
+    if shuffled:
+        groups = groups[order[order < inputs]]
+    whole = (values - zeros[:, groups]).float() * scales[:, groups].float()
+    if form == "awq":
+        parts = {"qweight": words(values.T, 4, AWQ_ORDER), "qzeros": words(zeros.T, 4, AWQ_ORDER), "scales": scales.T}
+    elif form == "gptq":
+        parts = {"qweight": words(values, 4).T, "qzeros": words((zeros.T - 1) % 16, 4), "scales": scales.T}
+        parts["g_idx"] = groups.int()
+        whole = (values - ((zeros - 1) % 16 + 1)[:, groups]).float() * scales[:, groups].float()
+    else:
+        parts = {"weight_packed": words(values, 4), "weight_scale": scales.bfloat16()}
+        parts["weight_zero_point"] = words(zeros.T, 4).T
+        whole = (values - zeros[:, groups]).float() * scales.bfloat16()[:, groups].float()
+    return parts, whole
+
+
+PACK_QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"g": {"weights": {"num_bits": 4}}},
+}
+INT4_CASES = {
+    "awq": ({"quant_method": "awq", "bits": 4}, as_int4, {"form": "awq", "group": 128}),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, as_int4, {"form": "gptq", "group": 64}),
+    "gptq-order": (
+        {"quant_method": "gptq", "bits": 4, "desc_act": True},
+        as_int4,
+        {"form": "gptq", "group": 128, "shuffled": True},
+    ),
+    "compressed": (PACK_QUANTIZED, as_int4, {"form": "compressed", "group": 32}),
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """The folder of a model whose rows are whole blocks."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(LlamaConfig(**WIDE)).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", INT4_CASES)
+def test_awq_and_gptq_stay_packed(wide, tmp_path, case, caplog):
+    quantized, whole = int4_checkpoint(wide, tmp_path, case)
+    prompt = prompt_of(40, seed=3)
+    exact = all_logits(load(whole), prompt)
+    with caplog.at_level("INFO"):
+        off = all_logits(load(quantized), prompt) - exact
+    assert "is unpacked" not in caplog.text
+    assert 1e-4 * exact.std() < off.std() < 0.05 * exact.std()
+
+
+def test_inputs_in_different_orders_are_unpacked(wide, tmp_path, caplog):
+    quantized, _ = int4_checkpoint(wide, tmp_path, "gptq-order")
+    file = Path(quantized, "model.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.1.self_attn.k_proj."
+    tensors[name + "g_idx"] = torch.arange(256).int() // 128
+    save_file(tensors, file)
+    with caplog.at_level("INFO"):
+        load(quantized)
+    # q, k and v of the layer; o_proj and the MLP are packed.
+    assert "gptq is unpacked: 3 matrices" in caplog.text
+
+
+def test_gpt_oss_experts_stay_packed(tmp_path, caplog):
+    fields = FAMILY_CASES["gpt-oss"][1] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**(SMALL | fields))).float()
+    config, found, whole = model.config.to_dict() | {"architectures": ["GptOssForCausalLM"]}, {}, {}
+    for name, tensor in model.state_dict().items():
+        found[name] = whole[name] = tensor
+        if "experts" in name and not name.endswith("_bias"):
+            experts, inputs, outputs = tensor.shape
+            rng = torch.Generator().manual_seed(len(name))
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=rng, dtype=torch.uint8)
+            scales = torch.randint(122, 126, (experts, outputs, inputs // 32), generator=rng, dtype=torch.uint8)
+            del found[name]
+            found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            whole[name] = mxfp4(blocks, scales).transpose(1, 2)
+    for part, tensors, extra in (("q", found, {"quantization_config": {"quant_method": "mxfp4"}}), ("w", whole, {})):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps(config | extra))
+        save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / part / "model.safetensors")
+    prompt = prompt_of(20, seed=3)
+    exact = all_logits(load(str(tmp_path / "w")), prompt)
+    off = all_logits(load(str(tmp_path / "q")), prompt) - exact
+    assert 1e-4 * exact.std() < off.std() < 0.3 * exact.std()
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("q8", 0.06), ("q4", 0.5)])
+@pytest.mark.parametrize("case", ["llama", "moe"])
+def test_a_model_is_quantized_as_it_loads(wide, tmp_path, quantization, bound, case):
+    source = wide
+    if case == "moe":
+        source = tmp_path
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(Qwen3MoeConfig(**(WIDE | MODELS["moe"][2]))).float().save_pretrained(source)
+        bound = max(0.3, bound)
+    prompt = prompt_of(40, seed=3)
+    exact, executor = all_logits(load(str(source)), prompt), load(str(source), quantization=quantization)
+    assert executor.info.kernels.startswith(f"{quantization} native ")
+    off = all_logits(executor, prompt) - exact
+    assert 1e-3 * exact.std() < off.std() < bound * exact.std()
+
+
+def test_numbers_quantized_on_load_are_near():
+    weight = random(8, 256, seed=1)
+    weight[0, :BLOCK] = 0.0
+    for quantize, name, most in ((q8_0, "Q8_0", 0.006), (q4_0, "Q4_0", 0.088)):
+        whole = torch.from_numpy(gguf.dequantize(quantize(weight), gguf.GGMLQuantizationType[name]))
+        assert (whole - weight).square().mean().sqrt() < most
+        assert not whole[0, :BLOCK].any()

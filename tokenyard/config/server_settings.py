@@ -196,9 +196,9 @@ class DeclaredSettings(SharedSettings):
     quantization: str = setting(
         "none",
         "device",
-        "int8 rounds weights at load, per output, and inputs of products as they come, for the CPU's native kernels; "
-        "a checkpoint that is stored quantized needs no flag",
-        choices=("none", "int8"),
+        "rounds weights at load, for the CPU's native kernels: q4 and q8 to 4 and 8 bits in blocks of 32, int8 to 8 "
+        "bits per output; a checkpoint that is stored quantized needs no flag",
+        choices=("none", "int8", "q4", "q8"),
     )
     enable_deterministic_inference: bool = setting(
         False,

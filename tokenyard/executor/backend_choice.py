@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("auto", "torch", "native")
 ATTENTION_BACKENDS = ("auto", "gather", "native", "triton", "flashinfer")
-QUANTIZATIONS = ("none", "int8")
+BITS_ON_LOAD = {"q4": 4, "q8": 8}
+"""Bits of weights in blocks that are made as a model loads."""
+QUANTIZATIONS = ("none", "int8", *BITS_ON_LOAD)
 MAX_INT8_INPUTS = 1 << 16
 """Sums of more products of bytes could leave 32 bits."""
 
@@ -74,8 +76,8 @@ def choose_backends(
 
     threads: threads of the native kernels; 0 lets them choose.
 
-    Raises ConfigError for an unknown name, for a backend that is named but cannot be used, and for quantization int8
-    or `deterministic` without a native model.
+    Raises ConfigError for an unknown name, for a backend that is named but cannot be used, and for a
+    quantization or `deterministic` without a native model.
     """
     for name, value, known in (
         ("model_impl", model_impl, MODEL_IMPLS),
@@ -93,10 +95,15 @@ def choose_backends(
     if quantization == "none":
         return choice
     if not choice.native_model:
-        raise ConfigError(f"quantization int8 needs a native model; this one's steps are computed by {choice.kernels}")
+        raise ConfigError(
+            f"quantization {quantization} needs a native model; this one's steps are computed by {choice.kernels}"
+        )
+    choice = replace(choice, kernels=f"{quantization} {choice.kernels}")
+    if quantization in BITS_ON_LOAD:
+        return choice
     if max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim) > MAX_INT8_INPUTS:
         raise ConfigError(f"quantization int8 takes products of at most {MAX_INT8_INPUTS} inputs; this model has more")
-    return replace(choice, int8=True, kernels=f"int8 {choice.kernels}")
+    return replace(choice, int8=True)
 
 
 def _choose(

@@ -10,6 +10,7 @@ import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
 from tokenyard.executor.backend_choice import (
+    BITS_ON_LOAD,
     BackendChoice,
     choose_backends,
     load_layers,
@@ -22,6 +23,8 @@ from tokenyard.executor.cuda_graph_runner import why_not as why_not_record
 from tokenyard.executor.distributed.partition import ModelPartition, layers_only
 from tokenyard.executor.draft_model import ModelDrafter
 from tokenyard.executor.drafter import Choose, Drafter, NgramDrafter
+from tokenyard.executor.formats.on_load import QuantizedOnLoad
+from tokenyard.executor.formats.unpacked import UnpackedMatrices
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
@@ -337,7 +340,8 @@ def _load_layers(
     if given.load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError(f"load_format {given.load_format!r} is unknown; use auto, safetensors or dummy")
     try:
-        weights, files = _open_weights(config, folder, given.load_format, device, dtype, given.seed)
+        unpacked = UnpackedMatrices()
+        weights, files = _open_weights(config, folder, given, device, dtype, unpacked)
         if part is not None:
             weights = part.weights(weights, config)
             config = part.config(config)
@@ -347,6 +351,7 @@ def _load_layers(
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
     if files is not None and (part is None or part.takes_all):
         files.warn_unused()
+    unpacked.log()
     return layers
 
 
@@ -369,16 +374,26 @@ def _make_adapters(
 
 
 def _open_weights(
-    config: ModelConfig, folder: Path, load_format: str, device: torch.device, dtype: torch.dtype, seed: int
+    config: ModelConfig,
+    folder: Path,
+    given: LoadOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    unpacked: UnpackedMatrices,
 ) -> tuple[Weights, SafetensorsWeights | None]:
     """The tensors of a model, and the files that they come from if those are safetensors."""
-    if load_format == "dummy":
-        return DummyWeights(device, dtype, seed), None
-    if (folder / LINK).exists():
-        gguf = GgufWeights(folder / LINK, device, dtype, config.num_heads, config.num_kv_heads)
-        return cut_out(config, gguf), None
-    files = SafetensorsWeights(folder, device, dtype)
-    return checkpoint_weights(config, files), files
+    files: SafetensorsWeights | None = None
+    weights: Weights
+    if given.load_format == "dummy":
+        weights = DummyWeights(device, dtype, given.seed)
+    elif (folder / LINK).exists():
+        heads = config.num_heads, config.num_kv_heads
+        weights = cut_out(config, GgufWeights(folder / LINK, device, dtype, *heads, unpacked))
+    else:
+        files = SafetensorsWeights(folder, device, dtype)
+        weights = checkpoint_weights(config, files, unpacked)
+    bits = BITS_ON_LOAD.get(given.quantization)
+    return (weights if bits is None else QuantizedOnLoad(weights, bits)), files
 
 
 def _make_pool(

@@ -1,6 +1,7 @@
-"""Quantized checkpoints, dequantized at load: every matrix becomes one of the model's dtype.
+"""Quantized checkpoints: matrices of four bits stay packed where a back end multiplies them, others are dequantized.
 
-That costs the memory of an unquantized model and is exact: no rounding is added to what the file says. Read are fp8
+Dequantizing costs the memory of an unquantized model and is exact: no rounding is added to what the file says. Read are
+fp8
 (one scale a tensor, a row or a block; DeepSeek-V3, arXiv 2412.19437), GPTQ (Frantar et al. 2022, arXiv 2210.17323), AWQ
 (Lin et al. 2023, arXiv 2306.00978), and compressed-tensors with fp8, int8 and packed integers.
 """
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.formats.int4_groups import format_of_groups, input_order, int4_rows
+from tokenyard.executor.formats.packed import PackedBytes, PackedRows
+from tokenyard.executor.formats.unpacked import UnpackedMatrices
 from tokenyard.executor.weights import SafetensorsWeights
 
 Parts = dict[str, torch.Tensor]
@@ -26,12 +30,53 @@ FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.
 class QuantizedWeights:
     """A checkpoint whose matrices are quantized as its config says; tensors without such parts are handed out as usual.
 
-    quantization: the `quantization_config` of config.json. Raises ConfigError for a kind that is not supported.
+    See PackedSource: of AWQ, GPTQ and compressed-tensors, matrices of four bits in groups of whole blocks stay packed.
+
+    quantization: the `quantization_config` of config.json.
+    unpacked: takes what is dequantized.
+
+    Raises ConfigError for a kind that is not supported.
     """
 
-    def __init__(self, source: SafetensorsWeights, quantization: Mapping[str, Any]) -> None:
+    def __init__(
+        self, source: SafetensorsWeights, quantization: Mapping[str, Any], unpacked: UnpackedMatrices | None = None
+    ) -> None:
         self._source = source
+        self._kind = str(quantization.get("quant_method"))
+        self._unpacked = unpacked or UnpackedMatrices()
         self._decode, self._names = _decoder(quantization)
+        self._int4 = _int4_reader(quantization)
+
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
+        """See PackedSource."""
+        prefix, dot, last = name.rpartition(".")
+        if self._int4 is None or last != "weight":
+            return None
+        small = self._source.parts(prefix + dot, [part for part in self._names if part in SMALL_PARTS])
+        scales = small.get("scales", small.get("weight_scale"))
+        if scales is None or scales.ndim != 2:
+            return None
+        groups = scales.shape[1 if "weight_scale" in small else 0]
+        form = format_of_groups(shape[1] // groups) if groups and shape[1] % groups == 0 else None
+        indices = small.get("g_idx", small.get("weight_g_idx"))
+        order = None
+        if form is not None and indices is not None and len(indices):
+            order, whole = input_order(indices, shape[1] // groups)
+            form = form if whole else None
+        if form is None:
+            return None
+        read_int4, wanted = self._int4, form
+
+        def read() -> PackedBytes:
+            parts = self._source.parts(prefix + dot, self._names)
+            try:
+                values, zeros, found = read_int4(parts, shape)
+                values = values if order is None else values[:, torch.from_numpy(order).long()]
+                return int4_rows(values, zeros, found, wanted)
+            except (KeyError, RuntimeError, IndexError, ValueError) as error:
+                raise ConfigError(_misfit(name, shape, parts, error)) from error
+
+        return PackedRows(form, shape, read, order)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor `name`; see Weights. Raises ConfigError, naming it, for parts that do not fit together."""
@@ -42,13 +87,58 @@ class QuantizedWeights:
         try:
             whole = self._decode(parts, shape)
         except (KeyError, RuntimeError, IndexError, ValueError) as error:
-            found = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
-            raise ConfigError(f"tensor {name!r} of shape {shape} cannot be made of {found}: {error}") from error
+            raise ConfigError(_misfit(name, shape, parts, error)) from error
         if tuple(whole.shape) != shape:
             raise ConfigError(
                 f"tensor {name!r} has shape {tuple(whole.shape)} when unpacked; config.json means {shape}"
             )
-        return self._source.convert(whole)
+        made = self._source.convert(whole)
+        self._unpacked.add(self._kind, name, sum(tensor.nbytes for tensor in parts.values()), made.nbytes)
+        return made
+
+
+def _misfit(name: str, shape: tuple[int, ...], parts: Parts, error: Exception) -> str:
+    """What is wrong with the parts of a tensor."""
+    found = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
+    return f"tensor {name!r} of shape {shape} cannot be made of {found}: {error}"
+
+
+Int4Reader = Callable[[Parts, tuple[int, int]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""From the parts of a matrix to its numbers from 0 to 15, [outputs, inputs], and zero points and scales, [outputs,
+groups]."""
+
+SMALL_PARTS = ("scales", "g_idx", "weight_scale", "weight_g_idx")
+"""Parts that say in which groups a matrix is."""
+
+
+def _int4_reader(quantization: Mapping[str, Any]) -> Int4Reader | None:
+    """How matrices of four bits are read without dequantizing them; None for kinds of others."""
+    method = quantization.get("quant_method")
+    if method == "awq":
+        return lambda parts, shape: (
+            _in_order(_unpacked(parts["qweight"], 4)).T,
+            _in_order(_unpacked(parts["qzeros"], 4)).T,
+            parts["scales"].T,
+        )
+    if method == "gptq" and quantization.get("bits", quantization.get("w_bit")) == 4:
+        less = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+        return lambda parts, shape: (
+            _unpacked(parts["qweight"].T, 4),
+            _unpacked(parts["qzeros"], 4)[:, : shape[0]].T + less,
+            parts["scales"].T,
+        )
+    if method == "compressed-tensors" and quantization.get("format") == "pack-quantized":
+        return _compressed_int4 if _compressed_bits(quantization) == 4 else None
+    return None
+
+
+def _compressed_int4(parts: Parts, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See Int4Reader; without zero points the middle of the range means 0."""
+    scales = parts["weight_scale"]
+    zeros = torch.full(scales.shape, 8)
+    if "weight_zero_point" in parts:
+        zeros = _unpacked(parts["weight_zero_point"].T, 4).T[: shape[0]]
+    return _unpacked(parts["weight_packed"], 4)[:, : shape[1]], zeros, scales
 
 
 Decode = Callable[[Parts, tuple[int, ...]], torch.Tensor]

@@ -21,11 +21,13 @@ class PackedRows:
     format: of all its rows.
     shape: rows and numbers of a row.
     read: returns its bytes. A file's are mapped into memory for as long as the result lives.
+    order: which input each number of a row belongs to, None for the order of inputs.
     """
 
     format: WeightFormat
     shape: tuple[int, int]
     read: Callable[[], PackedBytes]
+    order: npt.NDArray[np.int32] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +86,8 @@ def divide(
     outputs: the matrices' names, without `.weight`, and rows.
     multiple: the outputs of each part but the last are a multiple of it, else all is unpacked.
     gated: whether outputs are multiplied in pairs, so that all have one format.
+
+    All packed parts take their inputs in one order, else all is unpacked.
     """
     whole = unpacked(outputs)
     if not isinstance(weights, PackedSource):
@@ -96,6 +100,7 @@ def divide(
             before = parts.pop()
             own = LinearPart(before.matrices + own.matrices, before.packed + own.packed)
         parts.append(own)
-    if (gated and len(parts) > 1) or any(part.outputs % multiple for part in parts[:-1]):
+    orders = {None if rows.order is None else rows.order.tobytes() for part in parts for rows in part.packed}
+    if len(orders) > 1 or (gated and len(parts) > 1) or any(part.outputs % multiple for part in parts[:-1]):
         return whole
     return tuple(parts)

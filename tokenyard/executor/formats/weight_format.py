@@ -30,6 +30,15 @@ FORMATS = {
         WeightFormat("Q8_0", 3, 32, 34),
         WeightFormat("Q4_K", 4, 256, 144),
         WeightFormat("Q6_K", 5, 256, 210),
+        WeightFormat("Q4_1", 6, 32, 20),
+        WeightFormat("Q5_0", 7, 32, 22),
+        WeightFormat("Q5_1", 8, 32, 24),
+        WeightFormat("Q5_K", 9, 256, 176),
+        WeightFormat("IQ4_NL", 10, 32, 18),
+        WeightFormat("IQ4_XS", 11, 256, 136),
+        WeightFormat("MXFP4", 12, 32, 17),
+        WeightFormat("INT4_32", 13, 32, 21),
+        WeightFormat("INT4_128", 14, 128, 69),
     )
 }
 """By name."""

@@ -9,6 +9,7 @@ import torch
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.formats.packed import PackedBytes, PackedRows
+from tokenyard.executor.formats.unpacked import UnpackedMatrices
 from tokenyard.executor.formats.weight_format import FORMATS
 from tokenyard.executor.gguf_file.dequantize import dequantized
 from tokenyard.executor.gguf_file.gguf_reader import GgufFile
@@ -50,10 +51,20 @@ class GgufWeights:
     """See `PackedSource`. Tensors are read one at a time.
 
     heads, kv_heads: of the model; files of kind llama hold the rows of queries and keys in another order, by head.
+    unpacked: takes what is dequantized.
     """
 
-    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        unpacked: UnpackedMatrices | None = None,
+    ) -> None:
         self._file = GgufFile(path)
+        self._unpacked = unpacked or UnpackedMatrices()
         self._device, self._dtype = device, dtype
         self._in_layer = IN_LAYER | OWN_IN_LAYER.get(self._file.architecture, {})
         # Of Gemma, files hold what is multiplied with, and Hugging Face's less one.
@@ -77,7 +88,10 @@ class GgufWeights:
         heads = self._heads_in_turns(own)
         if heads:
             found = _half_split(found, heads)
-        return found.to(device=self._device, dtype=self._dtype)
+        found = found.to(device=self._device, dtype=self._dtype)
+        if data.dtype == np.uint8:
+            self._unpacked.add(tensor.tensor_type.name, own, data.nbytes, found.nbytes)
+        return found
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
         """See PackedSource."""

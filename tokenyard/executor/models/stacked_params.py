@@ -5,19 +5,28 @@ The reverse of vLLM's `stacked_params_mapping`.
 
 import re
 
+import numpy as np
 import torch
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.formats.packed import PackedBytes, PackedRows, PackedSource
+from tokenyard.executor.formats.unpacked import UnpackedMatrices
+from tokenyard.executor.formats.weight_format import FORMATS
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.quantized import QuantizedWeights, mxfp4
 from tokenyard.executor.weights import SafetensorsWeights, Weights
 
 _LAYER_PART = re.compile(r"(model\.layers\.\d+\.)(self_attn\.[qkv]_proj|mlp\.(?:gate|up)_proj)(\.weight|\.bias)")
+MXFP4 = FORMATS["MXFP4"]
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
-def checkpoint_weights(config: ModelConfig, files: SafetensorsWeights) -> Weights:
+def checkpoint_weights(
+    config: ModelConfig, files: SafetensorsWeights, unpacked: UnpackedMatrices | None = None
+) -> Weights:
     """Return the tensors of a checkpoint by the names that the decoder has for them.
+
+    unpacked: takes what is dequantized.
 
     Raises ConfigError for a quantization that is not supported.
     """
@@ -27,7 +36,7 @@ def checkpoint_weights(config: ModelConfig, files: SafetensorsWeights) -> Weight
             method = quantization.get("quant_method")
             raise ConfigError(f"config.json: quantization {method!r} of gpt-oss is not supported, only mxfp4 or none")
         return StackedExperts(config, files, packed=bool(quantization))
-    whole = QuantizedWeights(files, quantization) if quantization else files
+    whole = QuantizedWeights(files, quantization, unpacked) if quantization else files
     return cut_out(config, whole)
 
 
@@ -65,6 +74,20 @@ class StackedProjections:
             self._last = f"{layer}{stored}{kind}", self._source.get(f"{layer}{stored}{kind}", (rows, *shape[1:]))
         return self._last[1][first : first + shape[0]]
 
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
+        """See PackedSource."""
+        if not isinstance(self._source, PackedSource):
+            return None
+        match = _LAYER_PART.fullmatch(name)
+        if match is None:
+            return self._source.packed(name, shape)
+        layer, part, kind = match.groups()
+        stored, rows, first = self._rows[part]
+        whole = self._source.packed(f"{layer}{stored}{kind}", (rows, shape[1]))
+        if whole is None:
+            return None
+        return PackedRows(whole.format, shape, lambda: whole.read()[first : first + shape[0]], whole.order)
+
 
 class StackedExperts:
     """See Weights. The experts of a layer lie in one tensor, gate and up of each interleaved (gpt-oss).
@@ -85,8 +108,7 @@ class StackedExperts:
         if match is None:
             return self._source.get(name.replace(".mlp.gate.", ".mlp.router."), shape)
         layer, expert, part, kind = match.groups()
-        if layer != self._layer:
-            self._layer, self._stacks = layer, {}
+        self._of_layer(layer)
         gated = part != "down"
         stored = f"{layer}{'gate_up' if gated else 'down'}_proj"
         rows = 2 * self._inter if gated else shape[0]
@@ -98,6 +120,28 @@ class StackedExperts:
             found = self._whole(stored, shape[1], rows)[int(expert)].T
         return self._source.convert(found[part == "up" :: 2] if gated else found)
 
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
+        """See PackedSource."""
+        match = _EXPERT.fullmatch(name)
+        if match is None or not self._packed or shape[1] % MXFP4.inputs:
+            return None
+        layer, expert, part, _ = match.groups()
+        gated = part != "down"
+        stored = f"{layer}{'gate_up' if gated else 'down'}_proj"
+
+        def read() -> PackedBytes:
+            self._of_layer(layer)
+            blocks, scales = self._blocks(stored, 2 * self._inter if gated else shape[0], shape[1])
+            rows = slice(int(part == "up"), None, 2) if gated else slice(None)
+            return mxfp4_rows(blocks[int(expert)][rows].numpy(), scales[int(expert)][rows].numpy())
+
+        return PackedRows(MXFP4, shape, read)
+
+    def _of_layer(self, layer: str) -> None:
+        """Begin with a layer's tensors."""
+        if layer != self._layer:
+            self._layer, self._stacks = layer, {}
+
     def _whole(self, name: str, *shape: int) -> torch.Tensor:
         """Return a tensor [experts, *shape], read once."""
         if name not in self._stacks:
@@ -106,6 +150,11 @@ class StackedExperts:
 
     def _unpacked(self, stored: str, expert: int, rows: int, inputs: int) -> torch.Tensor:
         """Return one expert's float32[rows, inputs]."""
+        blocks, scales = self._blocks(stored, rows, inputs)
+        return mxfp4(blocks[expert], scales[expert])
+
+    def _blocks(self, stored: str, rows: int, inputs: int) -> tuple[torch.Tensor, ...]:
+        """Return the numbers and the scales of all experts, read once. Raises ConfigError for other shapes."""
         if stored not in self._stacks:
             parts = self._source.parts(stored, ("_blocks", "_scales"))
             if len(parts) != 2:
@@ -118,4 +167,11 @@ class StackedExperts:
                 f"{stored}: mxfp4 blocks {tuple(blocks.shape)} and scales {tuple(scales.shape)} do not make"
                 f" {self._count} experts of {rows} x {inputs}"
             )
-        return mxfp4(blocks[expert], scales[expert])
+        return blocks, scales
+
+
+def mxfp4_rows(blocks: PackedBytes, scales: PackedBytes) -> PackedBytes:
+    """Return rows of the format MXFP4. blocks: uint8[rows, groups, 16], two numbers after another in a byte."""
+    numbers = np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(*blocks.shape[:2], 2, 16)
+    halves = numbers[:, :, 0] | numbers[:, :, 1] << 4
+    return np.concatenate((scales[..., None], halves), axis=2).reshape(len(blocks), -1)

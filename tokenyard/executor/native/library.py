@@ -197,6 +197,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_attention_free": (None, [pointer]),
         "ty_model_new": (pointer, [pointer, number, ctypes.POINTER(NativeConfig)]),
         "ty_model_parts": (number, [pointer, *[number] * 4, pointer, pointer]),
+        "ty_model_order": (None, [pointer, *[number] * 3, pointer]),
         "ty_model_place": (numbers, [pointer]),
         "ty_model_linear": (None, [pointer, *[number] * 4, pointer, pointer]),
         "ty_model_vector": (None, [pointer, number, number, pointer]),

@@ -174,6 +174,9 @@ class NativeDecoder:
                 formats = int32s(tuple(part.format.number if part.format else self._unpacked for part in parts))
                 outputs = (ctypes.c_int64 * len(parts))(*(part.outputs for part in parts))
                 place = (self.model, one.layer, one.which, one.expert)
+                order = next((part.packed[0].order for part in parts if part.packed), None)
+                if order is not None:
+                    functions.ty_model_order(*place, order.ctypes.data)
                 if functions.ty_model_parts(*place, len(parts), formats, outputs):
                     raise AssertionError(f"parts of {list(one.outputs)} do not end with panels")
         placed = int(functions.ty_model_place(self.model))

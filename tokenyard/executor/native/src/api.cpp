@@ -167,6 +167,11 @@ int ty_model_parts(void *model, int layer, int which, int expert, int count, con
     return !set_parts(own->linear(layer, which, expert), own->kernels(), own->width(), count, formats, outputs);
 }
 
+void ty_model_order(void *model, int layer, int which, int expert, const int32_t *order) {
+    ty::Linear &linear = ((ty::Model *)model)->linear(layer, which, expert);
+    linear.order.assign(order, order + linear.inputs);
+}
+
 int64_t ty_model_place(void *model) {
     int64_t bytes = -1;
     guarded([&] { bytes = ((ty::Model *)model)->place(); });

@@ -7,8 +7,12 @@
 #define TY_API extern "C" __attribute__((visibility("default")))
 
 enum { TY_BF16, TY_FLOAT32 };
-// What weights of products are: as they are stored, rounded to int8 as they are laid out, or packed as in GGUF files.
-enum { TY_STORED, TY_INT8, TY_Q4_0, TY_Q8_0, TY_Q4_K, TY_Q6_K, TY_FORMATS };
+// What weights of products are: as they are stored, rounded to int8 as they are laid out, or packed as in GGUF files; the
+// last two are groups of 32 or 128 numbers with a zero point. See formats.h.
+enum {
+    TY_STORED, TY_INT8, TY_Q4_0, TY_Q8_0, TY_Q4_K, TY_Q6_K, TY_Q4_1, TY_Q5_0, TY_Q5_1, TY_Q5_K, TY_IQ4_NL, TY_IQ4_XS,
+    TY_MXFP4, TY_INT4_32, TY_INT4_128, TY_FORMATS
+};
 enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD, TY_ROUTER };
 enum { TY_SILU, TY_GELU, TY_CLAMPED };
 enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_AFTER_ATTENTION, TY_AFTER_MLP, TY_SINKS, TY_LAST_NORM };
@@ -88,6 +92,8 @@ TY_API void *ty_model_new(void *pool, int level, const ty_config *config);
 // -1 where the product is not one of an expert. 1: parts cannot end there (ty_part_multiple), and nothing was done.
 TY_API int ty_model_parts(void *model, int layer, int which, int expert, int count, const int32_t *formats,
                           const int64_t *outputs);
+// Say in which order a product's packed weights take their inputs: int32[inputs], the input that comes first, and so on.
+TY_API void ty_model_order(void *model, int layer, int which, int expert, const int32_t *order);
 // Get memory for all weights of products; returns how many bytes, -1 where there are none.
 TY_API int64_t ty_model_place(void *model);
 // Lay out weights [outputs, inputs] of a part. bias: float[outputs] or null. See ty_model_parts.

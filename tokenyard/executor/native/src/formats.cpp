@@ -13,7 +13,7 @@ void unpack(const void *table, const int64_t *ids, float scale, float *x, int64_
             for (int i = 0; i < F::INPUTS; i += F::SPAN) {
                 const float times = F::scale(raw, i / F::SPAN), least = F::least_of(raw, i / F::SPAN);
                 for (int j = i; j < i + F::SPAN; j++) {
-                    const float own = times * (float)((int)F::code(raw, j) - F::ZERO);
+                    const float own = times * (float)(F::value(F::code(raw, j)) - F::ZERO);
                     *x++ = (F::MIN ? own - least : own) * scale;
                 }
             }
@@ -28,6 +28,15 @@ void unpack_rows(int format, const void *table, const int64_t *ids, float scale,
     case TY_Q8_0: return unpack<Q8_0>(table, ids, scale, x, rows, size);
     case TY_Q4_K: return unpack<Q4_K>(table, ids, scale, x, rows, size);
     case TY_Q6_K: return unpack<Q6_K>(table, ids, scale, x, rows, size);
+    case TY_Q4_1: return unpack<Q4_1>(table, ids, scale, x, rows, size);
+    case TY_Q5_0: return unpack<Q5_0>(table, ids, scale, x, rows, size);
+    case TY_Q5_1: return unpack<Q5_1>(table, ids, scale, x, rows, size);
+    case TY_Q5_K: return unpack<Q5_K>(table, ids, scale, x, rows, size);
+    case TY_IQ4_NL: return unpack<IQ4_NL>(table, ids, scale, x, rows, size);
+    case TY_IQ4_XS: return unpack<IQ4_XS>(table, ids, scale, x, rows, size);
+    case TY_MXFP4: return unpack<MXFP4>(table, ids, scale, x, rows, size);
+    case TY_INT4_32: return unpack<INT4_32>(table, ids, scale, x, rows, size);
+    case TY_INT4_128: return unpack<INT4_128>(table, ids, scale, x, rows, size);
     default: return;
     }
 }

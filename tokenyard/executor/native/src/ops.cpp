@@ -1,6 +1,7 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "formats.h"
 
@@ -23,6 +24,13 @@ Part part_of_row(const Part &first, int64_t i, int64_t step, float *partial) {
     part.end = least(first.end, part.begin + step);
     part.partial = partial;
     return part;
+}
+
+// to[rows, size] = from[rows, order], of numbers of 2 or 4 bytes.
+void put_in_order(const char *from, int64_t rows, int64_t size, int number_bytes, const int32_t *order, char *to) {
+    for (int64_t r = 0; r < rows; r++, from += size * number_bytes)
+        for (int64_t i = 0; i < size; i++, to += number_bytes)
+            memcpy(to, from + order[i] * number_bytes, (size_t)number_bytes);
 }
 
 }  // namespace
@@ -88,22 +96,29 @@ const Inputs &RoundedRows::round(Pool &pool, const TypedKernels &kernels, const 
             inputs_.x[form] = x;
             inputs_.ldx[form] = linear.inputs;
         } else {
-            round(pool, kernels, form, x, rows, linear.inputs);
+            round(pool, kernels, form, linear, x, rows);
         }
     }
     return inputs_;
 }
 
-void RoundedRows::round(Pool &pool, const TypedKernels &kernels, RowForm form, const void *x, int64_t rows,
-                        int64_t size) {
+void RoundedRows::round(Pool &pool, const TypedKernels &kernels, RowForm form, const Linear &linear, const void *x,
+                        int64_t rows) {
+    const int64_t size = linear.inputs;
     const int64_t stride = row_stride(form, kernels, size), row_bytes = row_stride(ACTIVE_ROWS, kernels, size);
     char *to = (form == BYTE_ROWS ? bytes_ : blocks_).get_of<char>(rows * stride);
     float *scales = form == BYTE_ROWS ? scales_.get_of<float>(rows) : nullptr;
     inputs_.x[form] = to;
     inputs_.ldx[form] = stride;
     inputs_.row_scales = scales ? scales : inputs_.row_scales;
+    const bool ordered = form == BLOCK_ROWS && !linear.order.empty();
+    char *const in_order = ordered ? ordered_.get_of<char>(rows * row_bytes) : nullptr;
     const auto some_rows = [&](int64_t row, int64_t some) {
         const char *from = (const char *)x + row * row_bytes;
+        if (ordered) {
+            put_in_order(from, some, size, (int)(row_bytes / size), linear.order.data(), in_order + row * row_bytes);
+            from = in_order + row * row_bytes;
+        }
         if (form == BYTE_ROWS)
             kernels.round_rows(from, some, size, (uint8_t *)to + row * stride, stride, scales + row);
         else

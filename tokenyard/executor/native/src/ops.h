@@ -33,6 +33,7 @@ struct Linear {
     int64_t inputs = 0, outputs = 0;
     bool gated = false;
     std::vector<float> bias;
+    std::vector<int32_t> order;  // of the inputs in blocks, empty where they are in order
 
     // Say what all outputs are.
     void set_whole(const PanelKernels &kernels) { parts = {{&kernels, outputs}}; }
@@ -66,10 +67,10 @@ class RoundedRows {
     const Inputs &round(Pool &pool, const TypedKernels &kernels, const Linear &linear, const void *x, int64_t rows);
 
   private:
-    void round(Pool &pool, const TypedKernels &kernels, RowForm form, const void *x, int64_t rows, int64_t size);
+    void round(Pool &pool, const TypedKernels &kernels, RowForm form, const Linear &linear, const void *x, int64_t rows);
 
     Inputs inputs_;
-    Block bytes_, scales_, blocks_;
+    Block bytes_, scales_, blocks_, ordered_;
 };
 
 // Fill in what a product takes from its weights, all of which are of one part.

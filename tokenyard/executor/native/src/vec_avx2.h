@@ -39,6 +39,15 @@ inline Vec vload_s8(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 
+// 2 ** (exponent - 128)
+inline Vec vload_power(const uint8_t *p) {
+    const __m256i exponents = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(exponents, _mm256_set1_epi32(1)), 23);
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x200000), exponents);
+    const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), exponents);
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, small, is_small));
+}
+
 inline __m128i narrow(Vec x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -34,6 +34,12 @@ inline Vec vload_s8(const int8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
+// 2 ** (exponent - 128)
+inline Vec vload_power(const uint8_t *p) {
+    const __m512i exponents = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_scalef_ps(vset(1.0f), _mm512_cvtepi32_ps(_mm512_sub_epi32(exponents, _mm512_set1_epi32(128))));
+}
+
 inline __m256i narrow(Vec x) {
 #ifdef __AVX512BF16__
     return (__m256i)_mm512_cvtneps_pbh(x);

@@ -30,6 +30,7 @@ inline Vec vload(const T *p) { TY_EACH(to_float(p[i])); }
 template <class T>
 inline Vec vload(const T *p, int n) { TY_EACH(i < n ? to_float(p[i]) : 0.0f); }
 inline Vec vload_half(const void *p) { TY_EACH(half_to_float((const uint8_t *)p + 2 * i)); }
+inline Vec vload_power(const uint8_t *p) { TY_EACH(power_of_two(p[i])); }
 inline Vec vload_u8(const uint8_t *p) { TY_EACH((float)p[i]); }
 inline Vec vload_s8(const int8_t *p) { TY_EACH((float)p[i]); }
 template <class T>

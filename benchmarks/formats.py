@@ -1,0 +1,209 @@
+"""Packed weights on a CPU: the same GGUF file in Tokenyard and in llama.cpp, by turns in one run.
+
+Run from the repository root: `python -m benchmarks.formats [--shapes smol qwen] [--kinds Q4_0 Q4_K_M Q8_0]
+[--threads 2] [--llamacpp /tmp/llama/bin/python]` (peer_llamacpp.py says how to make such an environment; the extra
+`gguf` writes the files). Random weights of a shape, prompts of random tokens, greedy, nothing cached. Each engine runs
+`--rounds` times, by turns, each time in a process of its own; a figure is the median of its rounds. Ours has the
+scheduler and the sampler in it, llama.cpp is driven by its low-level interface.
+
+decode: tokens a second of whole answers less those of prefill. floor: what reading the file's weights and the keys once
+takes, at the rate of benchmarks.limits measured in the same run. memory: resident after the last answer, less what the
+process has before it loads the model, and what of it is the KV pool. Prints one line of JSON for each batch.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.limits import read_rate
+from benchmarks.peers import SHAPES, measure, peer_figures
+from tokenyard import LLM
+
+KINDS = ("Q4_0", "Q4_K_M", "Q8_0")
+SCALES = {"Q4_K": ((0, 4e-5), (2, 3e-4)), "Q6_K": ((208, 2e-5),)}
+"""Where the float16 scales of the formats lie that the gguf package does not write, and values for small numbers."""
+
+
+def matrix_kind(kind: str, name: str, inputs: int) -> str:
+    """What llama.cpp's quantizer makes of a matrix, where the first and last layers do not differ from the others."""
+    if kind != "Q4_K_M":
+        return "Q8_0" if name == "token_embd" else kind
+    found = "Q6_K" if name in ("attn_v", "ffn_down", "token_embd") else "Q4_K"
+    return found if inputs % 256 == 0 else {"Q6_K": "Q8_0", "Q4_K": "Q5_0"}[found]
+
+
+def rows_of(kind: str, rows: int, inputs: int, rng: np.random.Generator) -> np.ndarray:
+    """Random rows of a format: numbers where the gguf package writes it, else any bits with small scales."""
+    import gguf
+
+    form = gguf.GGMLQuantizationType[kind]
+    if kind not in SCALES:
+        return gguf.quantize(rng.standard_normal((rows, inputs), dtype=np.float32) * inputs**-0.5, form)
+    block, size = gguf.GGML_QUANT_SIZES[form]
+    blocks = rng.integers(0, 256, (rows * inputs // block, size), dtype=np.uint8)
+    for place, scale in SCALES[kind]:
+        blocks[:, place : place + 2] = np.array([scale], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def write_file(shape: dict, kind: str, path: Path) -> int:
+    """Write a GGUF file of random weights of a shape; returns the bytes of its matrices."""
+    import gguf
+
+    hidden, heads, inter = shape["hidden_size"], shape["num_attention_heads"], shape["intermediate_size"]
+    kv, qwen = shape["num_key_value_heads"] * (hidden // heads), "Qwen2" in str(shape["architectures"])
+    writer, rng, total = gguf.GGUFWriter(str(path), "qwen2" if qwen else "llama"), np.random.default_rng(0), 0
+    writer.add_context_length(shape["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_feed_forward_length(inter)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
+    writer.add_rope_freq_base(shape.get("rope_theta", 10000.0))
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_vocab_size(shape["vocab_size"])
+    writer.add_tokenizer_model("none")
+
+    def matrix(prefix: str, name: str, rows: int, inputs: int) -> None:
+        nonlocal total
+        own = matrix_kind(kind, name, inputs)
+        data = rows_of(own, rows, inputs, rng)
+        total += data.nbytes
+        writer.add_tensor(f"{prefix}{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[own])
+
+    def vector(name: str, size: int, value: float = 1.0) -> None:
+        writer.add_tensor(name, np.full(size, value, np.float32))
+
+    matrix("", "token_embd", shape["vocab_size"], hidden)
+    vector("output_norm.weight", hidden)
+    for layer in range(shape["num_hidden_layers"]):
+        prefix = f"blk.{layer}."
+        vector(prefix + "attn_norm.weight", hidden)
+        vector(prefix + "ffn_norm.weight", hidden)
+        for name, size in (("attn_q", hidden), ("attn_k", kv), ("attn_v", kv)):
+            matrix(prefix, name, size, hidden)
+            if qwen:
+                vector(f"{prefix}{name}.bias", size, 0.01)
+        matrix(prefix, "attn_output", hidden, hidden)
+        matrix(prefix, "ffn_gate", inter, hidden)
+        matrix(prefix, "ffn_up", inter, hidden)
+        matrix(prefix, "ffn_down", hidden, inter)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return total
+
+
+def resident() -> dict[str, int]:
+    """Resident bytes of this process, by RssAnon, RssFile and RssShmem."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+
+
+def ours(options: argparse.Namespace) -> None:
+    """Print one round of ours as a JSON line for each batch, and one for the memory."""
+    before, vocabulary = resident(), options.vocabulary
+    pool = 5 * max(options.batches) * (options.prompt_tokens + options.new_tokens) // 4
+    settings = {"device": "cpu", "dtype": options.dtype, "threads": options.threads, "skip_tokenizer_init": True}
+    settings |= {"max_total_tokens": pool, "max_running_requests": max(options.batches), "model_impl": "native"}
+    with LLM(options.ours, **settings) as llm:
+        for batch in options.batches:
+            first_s, all_s = measure(llm, vocabulary, batch, options)
+            print(json.dumps({"batch": batch, "first_s": first_s, "all_s": all_s}), flush=True)
+    grown = {name: size - before[name] for name, size in resident().items()}
+    print(json.dumps({"memory": grown, "pool_tokens": pool}), flush=True)
+
+
+def our_round(path: Path, shape: dict, options: argparse.Namespace) -> tuple[dict, dict]:
+    """One round of ours in a process of its own: seconds by batch, and its memory."""
+    command = [sys.executable, "-m", "benchmarks.formats", "--ours", str(path), "--dtype", options.dtype]
+    command += ["--batches", *map(str, options.batches), "--vocabulary", str(shape["vocab_size"]), "--rounds", "1"]
+    for name in ("prompt_tokens", "new_tokens", "threads"):
+        command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    figures = {row["batch"]: (row["first_s"], row["all_s"]) for row in rows if "batch" in row}
+    return figures, next(row for row in rows if "memory" in row)
+
+
+def speeds(rounds: list[dict], batch: int, options: argparse.Namespace) -> dict[str, float]:
+    """Median tokens a second of prefill and of decode."""
+    pairs = [one[batch] for one in rounds]
+    return {
+        "prefill": statistics.median(batch * options.prompt_tokens / first_s for first_s, _ in pairs),
+        "decode": statistics.median(batch * (options.new_tokens - 1) / (all_s - first_s) for first_s, all_s in pairs),
+    }
+
+
+def compare(name: str, kind: str, options: argparse.Namespace) -> None:
+    """Measure one file by turns and print a line for each batch."""
+    shape = SHAPES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.gguf")
+        weights = write_file(shape, kind, path)
+        found: dict[str, list[dict]] = {"ours": [], "llama.cpp": []}
+        one_round = argparse.Namespace(**(vars(options) | {"rounds": 1}))
+        memory: dict = {}
+        for _ in range(options.rounds):
+            figures, memory = our_round(path, shape, options)
+            found["ours"].append(figures)
+            if options.llamacpp:
+                found["llama.cpp"].append(peer_figures(folder, "peer_llamacpp.py", options.llamacpp, shape, one_round))
+        size = path.stat().st_size
+    head = shape["hidden_size"] // shape["num_attention_heads"]
+    key_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
+    for batch in options.batches:
+        row = {"shape": name, "kind": kind, "batch": batch}
+        own = speeds(found["ours"], batch, options)
+        keys = batch * (options.prompt_tokens + options.new_tokens / 2) * key_bytes
+        row |= {"ours": {key: round(value, 1) for key, value in own.items()}}
+        row["share of the floor, decode"] = round(own["decode"] * (weights + keys) / options.read_rate / batch, 2)
+        if found["llama.cpp"]:
+            peer = speeds(found["llama.cpp"], batch, options)
+            row |= {"llama.cpp": {key: round(value, 1) for key, value in peer.items()}}
+            row |= {"ratio": {key: round(own[key] / peer[key], 2) for key in own}}
+        print(json.dumps(row), flush=True)
+    pool = memory["pool_tokens"] * key_bytes
+    found_mb = {key: round(value / 1e6) for key, value in memory["memory"].items()}
+    print(
+        json.dumps(
+            {"shape": name, "kind": kind, "file MB": round(size / 1e6), "pool MB": round(pool / 1e6), **found_mb}
+        )
+    )
+
+
+def main() -> None:
+    """Measure all shapes and kinds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=["smol"], choices=SHAPES)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--llamacpp", type=Path, help="a Python interpreter whose environment has llama-cpp-python")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--ours", help=argparse.SUPPRESS)
+    parser.add_argument("--vocabulary", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ours:
+        return ours(options)
+    options.read_rate = read_rate(options.threads)
+    print(json.dumps({"read GB/s": round(options.read_rate / 1e9, 1)}), flush=True)
+    for name in options.shapes:
+        for kind in options.kinds:
+            compare(name, kind, options)
+    return None
+
+
+if __name__ == "__main__":
+    main()
