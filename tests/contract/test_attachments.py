@@ -387,7 +387,7 @@ def test_a_wakeup_bounds_the_wait(loop, depth):
     assert waits[-1] <= NS_PER_S // 2 < waits[len(waits) // 2 - 1]
 
 
-def test_a_policy_that_an_attachment_sets_is_no_news_to_attachments():
+def test_a_policy_that_an_attachment_sets_is_not_reported_to_attachments():
     changes = []
 
     class Chooses(Attachment):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tokenyard.base import Event, KvMove, Request, SetPolicy, TokenBatch
@@ -10,8 +11,8 @@ from tokenyard.engine.scheduler_process.health.liveness import LoopState
 
 logger = logging.getLogger(__name__)
 
-REFUSING = ("submitted", "accepted", "verbs")
-"""Hooks that may raise; the driver ends the request or refuses the call."""
+REFUSING = ("submitted", "accepted")
+"""Hooks that may raise; the driver ends the request."""
 
 
 class AttachmentHooks:
@@ -50,8 +51,16 @@ class AttachmentHooks:
             for verb, handler in attachment.verbs().items():
                 if verb in found:
                     raise ValueError(f"the attachment {attachment.name} answers {verb!r}, which is answered already")
-                found[verb] = self._attributed(attachment, "verbs", handler, Attachment.verbs)
+                found[verb] = partial(self._answer, attachment.name, handler)
         return found
+
+    def _answer(self, name: str, handler: VerbHandler, now: int, **arguments: Any) -> Any:
+        """Run a handler of the attachment of this name."""
+        self._state.attachment = name
+        try:
+            return handler(now, **arguments)
+        finally:
+            self._state.attachment = ""
 
     def _calls(self, hook: str, attachments: Sequence[Attachment]) -> list[Any]:
         default = getattr(Attachment, hook)
@@ -67,10 +76,10 @@ class AttachmentHooks:
         """`call` as the driver calls it: attributed, and with the rule for a hook that raises."""
         state, name = self._state, attachment.name
 
-        def attributed(*arguments: Any, **named: Any) -> Any:
+        def attributed(*arguments: Any) -> Any:
             state.attachment = name
             try:
-                return call(*arguments, **named)
+                return call(*arguments)
             except Exception as error:
                 if hook in REFUSING:
                     raise
