@@ -182,7 +182,7 @@ class Client:
                 writer.close()
 
     def head(self, method, path, headers=(), body=b"", close=True):
-        lines = [f"{method} {path} HTTP/1.1", "Host: router", f"Content-Length: {len(body)}", *headers]
+        lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", *headers]
         if close:
             lines.append("Connection: close")
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

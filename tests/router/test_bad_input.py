@@ -1,6 +1,7 @@
 """Clients and workers that break the protocol: a clear error or safe handling, and no other request is lost."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -487,7 +488,7 @@ def test_any_bytes_are_requests_or_an_error(parts):
             seen.append(request)
             front.answer(200, b"")
 
-        front, transport = ClientConnection(handler, set(), 1000), Recorded()
+        front, transport = ClientConnection(handler, {}, 1000), Recorded()
         front.connection_made(transport)
         for part in parts:
             front.data_received(part)
@@ -495,5 +496,76 @@ def test_any_bytes_are_requests_or_an_error(parts):
         assert all(request.method and request.target for request in seen)
         assert transport.written.count(b"HTTP/1.1 ") >= len(seen)
         front.connection_lost(None)
+
+    run(main())
+
+
+@pytest.mark.parametrize("encoding", [b"gzip, chunked", b"gzip", b"identity", b"chunked, chunked"])
+def test_a_transfer_encoding_other_than_chunked_is_refused(encoding):
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (_, client):
+            got = await client.raw(POST + b"Transfer-Encoding: " + encoding + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
+            assert parse_answer(got).status in (400, 501)
+            assert worker.asked == []
+
+    run(main())
+
+
+def test_many_offers_of_another_protocol_in_one_packet_are_all_answered():
+    async def main():
+        async with routing(ready=False) as (_, client):
+            one = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+            got = await client.raw(one * 700 + client.head("GET", "/health"))
+            assert got.count(b"200 OK") == 701
+
+    run(main())
+
+
+def test_a_head_that_never_ends_is_refused_however_steadily_it_arrives():
+    async def main():
+        async with routing(ready=False, client_timeout_secs=0.3) as (_, client):
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+            answering = asyncio.create_task(reader.readuntil(b"request_timeout"))
+            writer.write(b"GET /health HTTP/1.1\r\nX-Slow: ")
+            async with asyncio.timeout(5):
+                while not answering.done():
+                    writer.write(b"x")
+                    await asyncio.sleep(0.01)
+            assert b" 408 " in await answering
+            writer.close()
+
+    run(main())
+
+
+def test_silent_connections_beyond_the_limit_make_room_for_new_ones():
+    async def main():
+        async with FakeWorker(delay_s=0.3) as worker, routing(worker) as (router, client):
+            router.max_connections = 4
+            busy = asyncio.create_task(client.complete("busy"))
+            while not worker.asked:
+                await asyncio.sleep(0.005)
+            silent = [await asyncio.open_connection("127.0.0.1", client.port) for _ in range(12)]
+            silent[-1][1].write(b"GET /health HTTP/1.1\r\nX: ")
+            assert (await client.ask("GET", "/health")).status == 200
+            assert len(router.connections) <= 4
+            assert (await busy).status == 200
+            for _, writer in silent:
+                writer.close()
+
+    run(main())
+
+
+def test_busy_connections_are_not_closed_for_new_ones():
+    async def main():
+        async with FakeWorker(delay_s=0.3) as worker, routing(worker) as (router, client):
+            router.max_connections = 3
+            busy = [asyncio.create_task(client.complete(f"busy {number}")) for number in range(3)]
+            while len(worker.asked) < 3:
+                await asyncio.sleep(0.005)
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+            assert [got.status for got in await asyncio.gather(*busy)] == [200, 200, 200]
 
     run(main())

@@ -1,6 +1,7 @@
 """What the router answers itself, who may ask, the queue in front of full workers, ranks, and discovery."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -10,12 +11,13 @@ import subprocess
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import FakeWorker, answer, routing
+from tests.router.fakes import FakeWorker, answer, parse_answer, routing
 from tokenyard.base import ConfigError
 from tokenyard.router import discovery
 from tokenyard.router.discovery import Discovery, DiscoverySource, read_file, ready_pods, resolve, sources
 from tokenyard.router.proxy import Router
 from tokenyard.router.router_settings import RouterSettings
+from tokenyard.routing.dispatch import Dispatcher
 
 
 def run(coroutine):
@@ -520,3 +522,82 @@ def test_a_worker_without_a_health_path_is_healthy_if_it_lists_its_models():
             assert not router.workers.find("w0").healthy
 
     run(main())
+
+
+CROSS_SITE = [
+    ["Host: evil.example", "Origin: http://evil.example", "Sec-Fetch-Site: cross-site"],
+    ["Host: 127.0.0.1", "Origin: http://evil.example"],
+    ["Host: 127.0.0.1", "Sec-Fetch-Site: cross-site"],
+    ["Host: evil.example"],
+]
+
+
+@pytest.mark.parametrize("headers", CROSS_SITE)
+@pytest.mark.parametrize("path", ["/workers", "/workers/w0/drain", "/flush_cache"])
+def test_a_page_of_another_site_pulls_no_levers(headers, path):
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (router, client):
+            body = b'{"url": "http://127.0.0.1:9"}'
+            head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+            got = parse_answer(await client.raw((head + "\r\n".join(headers)).encode() + b"\r\n\r\n" + body))
+            assert (got.status, got.error) == (403, "cross_site")
+            assert len(router.workers) == 1
+            assert router.workers.find("w0").state == "healthy"
+
+    run(main())
+
+
+def test_the_routers_own_page_and_clients_with_the_key_pull_them():
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (router, client):
+            own = ["Origin: http://localhost", "Sec-Fetch-Site: same-origin"]
+            assert (await client.ask("POST", "/workers/w0/drain", headers=own)).status == 200
+            assert router.workers.find("w0").state == "draining"
+        async with FakeWorker() as worker, routing(worker, admin_api_key="k") as (_, client):
+            foreign = ["Authorization: Bearer k", "Origin: http://elsewhere.example"]
+            assert (await client.ask("POST", "/workers/w0/drain", headers=foreign)).status == 200
+
+    run(main())
+
+
+def test_an_emptied_file_removes_no_worker_and_a_comment_removes_all(tmp_path):
+    async def main():
+        path = tmp_path / "workers"
+        async with FakeWorker() as worker, routing(ready=False, discovery_interval_secs=0.1) as (router, _):
+            path.write_text(worker.url)
+            task = asyncio.create_task(Discovery(router, DiscoverySource("file", lambda: read_file(path))).run())
+            await _until(lambda: len(router.workers) == 1)
+            path.write_text("\n")
+            await asyncio.sleep(0.25)
+            assert len(router.workers) == 1
+            path.write_text("# none\n")
+            await _until(lambda: len(router.workers) == 0)
+            task.cancel()
+
+    run(main())
+
+
+def test_long_session_ids_are_kept_as_digests():
+    async def main():
+        async with FakeWorker("a") as a, FakeWorker("b") as b, routing(a, b, policy="round_robin") as (_, client):
+            homes = {}
+            for number in (0, 1, 0, 1):
+                got = await client.complete("x", [f"X-Session-Id: {number}" + "s" * 30_000])
+                homes.setdefault(number, set()).add(got.json["worker"])
+            assert all(len(home) == 1 for home in homes.values())
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 30_000])
+def test_sessions_take_a_bounded_number_of_bytes_each(size, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Dispatcher, "arrived", lambda machine, request, now: seen.append(request.facts.session) or [])
+
+    async def main():
+        async with routing(ready=False) as (_, client):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.complete("x", ["X-Session-Id: " + "s" * size]), 0.2)
+
+    run(main())
+    assert len(seen[0]) == min(size, 64)

@@ -11,6 +11,7 @@ import orjson
 from typing_extensions import override
 
 from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
+from tokenyard.base.cross_site import is_loopback, why_cross_site, why_foreign_host
 from tokenyard.base.version import __version__
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.dispatch_driver import DispatchDriver
@@ -35,6 +36,18 @@ def check_key(request: ClientRequest, key: str) -> None:
     scheme, _, given = request.get(b"authorization").partition(b" ")
     if key and not (scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())):
         raise RouterError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def check_site(request: ClientRequest, *, loopback_only: bool) -> None:
+    """Raise RouterError (403) for a request that a page of another site has a browser send."""
+    host, origin = request.get(b"host").decode("latin-1"), request.get(b"origin").decode("latin-1")
+    hosts = {host, request.get(b"x-forwarded-host").decode("latin-1") or host}
+    fetch_site = request.get(b"sec-fetch-site").decode("latin-1")
+    reason = why_cross_site(request.method.decode(), origin, fetch_site, hosts)
+    if not reason and loopback_only:
+        reason = why_foreign_host(host)
+    if reason:
+        raise RouterError(403, f"{reason}; with --admin-api-key, who sends the key may", code="cross_site")
 
 
 class Control:
@@ -66,7 +79,10 @@ class Control:
             return None
         settings = router.settings
         free = path in PLAIN or path.startswith("/v1/models/")
-        check_key(request, settings.api_key if free else settings.admin_api_key or settings.api_key)
+        key = settings.api_key if free else settings.admin_api_key or settings.api_key
+        check_key(request, key)
+        if not key and not free:
+            check_site(request, loopback_only=is_loopback(settings.host))
         status, content = self._plain(request) if free else self._admin(request)
         if isinstance(content, Awaitable):
             return _Task(front, content)

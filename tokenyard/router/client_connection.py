@@ -22,7 +22,7 @@ LINGER_S = 2.0
 WRITE_HIGH_WATER = 1 << 18
 JSON_TYPE = (b"content-type", b"application/json")
 
-_ABOUT_BODY = frozenset((b"content-length", b"content-encoding", b"expect"))
+_ABOUT_BODY = frozenset((b"content-length", b"content-encoding", b"transfer-encoding", b"expect"))
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -97,8 +97,16 @@ class ClientConnection(asyncio.Protocol):
     `progress` changes when data arrives or the client reads again, so that `check_time` can detect stalled connections.
     """
 
-    def __init__(self, handler: Handler, connections: "set[ClientConnection]", max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        connections: "dict[ClientConnection, None]",
+        max_body_bytes: int,
+        max_connections: int = 0,
+    ) -> None:
+        """`connections`: all open ones, the oldest first; beyond `max_connections` (0: no limit) one is closed."""
         self._handler, self._connections, self._max_body = handler, connections, max_body_bytes
+        self._max_connections = max_connections
         self._parser = httptools.HttpRequestParser(self)
         self._reading: _Reading | None = None
         self._waiting: deque[ClientRequest] = deque()
@@ -107,21 +115,35 @@ class ClientConnection(asyncio.Protocol):
         self.job: ClientHandler | None = None
         self.progress = 0
         self._seen, self._stalled_since_s = -1, 0.0
+        self._head_since_s: float | None = None
         self.paused = False
         self.transport = cast(asyncio.Transport, None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Disable Nagle's algorithm: the first token of a stream must not wait for an acknowledgement."""
         self.transport = cast(asyncio.Transport, transport)
-        self._connections.add(self)
+        self._connections[self] = None
+        if 0 < self._max_connections < len(self._connections):
+            self._make_room()
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.transport.set_write_buffer_limits(WRITE_HIGH_WATER)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request has arrived on it that is not answered, not even a head."""
+        return self.current is None and (self._reading is None or not self._reading.in_body)
+
+    def _make_room(self) -> None:
+        """Close the oldest idle connection, this one if no other is idle."""
+        idle = next((other for other in self._connections if other.idle), self)
+        del self._connections[idle]
+        idle.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has disconnected."""
-        self._connections.discard(self)
+        self._connections.pop(self, None)
         self._waiting.clear()
         job, self.job, self._closing = self.job, None, True
         if job is not None:
@@ -145,7 +167,17 @@ class ClientConnection(asyncio.Protocol):
             self.job.resume()
 
     def check_time(self, now_s: float, timeout_s: float) -> None:
-        """Close a connection that has been idle, or stalled in its request or its response, for `timeout_s`."""
+        """Close a connection that has been idle, or stalled in its request or its response, for `timeout_s`.
+
+        The head of a request must be complete in this time, however steadily it arrives.
+        """
+        if self._reading is None or self._reading.in_body:
+            self._head_since_s = None
+        elif self._head_since_s is None:
+            self._head_since_s = now_s
+        elif now_s - self._head_since_s > timeout_s and self.current is None:
+            self.refuse(RouterError(408, "the request did not arrive in time", code="request_timeout"))
+            return
         if self.progress != self._seen or (self.current is not None and not self.paused):
             self._seen, self._stalled_since_s = self.progress, now_s
         elif now_s - self._stalled_since_s > timeout_s:
@@ -156,9 +188,12 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes."""
-        if self._closing:
-            return
         self.progress += 1
+        while data and not self._closing:
+            data = self._parse(data)
+
+    def _parse(self, data: bytes) -> bytes:
+        """Parse `data`; returns what to parse next, b"" if nothing is left."""
         reading = self._reading
         if reading is not None and not reading.in_body:
             reading.head_bytes += len(data)
@@ -168,7 +203,7 @@ class ClientConnection(asyncio.Protocol):
             if reading is not None and not reading.in_body and reading.head_bytes > MAX_HEAD_BYTES:
                 raise self._long_head()
         except httptools.HttpParserUpgrade as upgrade:
-            self._stay(data[upgrade.args[0] :])
+            return self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             cause = error.__context__
             if not isinstance(cause, TokenyardError):
@@ -176,6 +211,7 @@ class ClientConnection(asyncio.Protocol):
             self.refuse(cause)
         except TokenyardError as error:
             self.refuse(error)
+        return b""
 
     def on_message_begin(self) -> None:
         """Parser callback: a request begins."""
@@ -214,6 +250,8 @@ class ClientConnection(asyncio.Protocol):
             raise self._too_large()
         if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
             raise RouterError(415, "the body is compressed; send it uncompressed", code="unsupported_encoding")
+        if name == b"transfer-encoding" and value.lower() != b"chunked":
+            raise RouterError(501, "the only supported Transfer-Encoding is chunked", code="unsupported_encoding")
         if name == b"expect" and value.lower() == b"100-continue" and self.current is None:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -252,8 +290,8 @@ class ClientConnection(asyncio.Protocol):
             return
         self._start(request)
 
-    def _stay(self, rest: bytes) -> None:
-        """Ignore an offer of another protocol (RFC 9110, 7.8): parse the request again without its Upgrade header.
+    def _without_upgrade(self, rest: bytes) -> bytes:
+        """Ignore an offer of another protocol (RFC 9110, 7.8): the request without its Upgrade header, and `rest`.
 
         The parser stops at an upgrade. Java's client offers HTTP/2 with its first request.
         """
@@ -261,11 +299,11 @@ class ClientConnection(asyncio.Protocol):
         assert reading is not None
         if method == b"CONNECT":
             self.refuse(RouterError(405, "CONNECT is not supported", code="method_not_allowed"))
-            return
+            return b""
         self._parser = httptools.HttpRequestParser(self)
         kept = [header for header in reading.headers if header[0] not in (b"upgrade", b"connection", b"http2-settings")]
         head = [b"%b %b HTTP/1.1" % (method, reading.url), *[b"%b: %b" % header for header in kept]]
-        self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
+        return b"\r\n".join(head) + b"\r\n\r\n" + rest
 
     def _long_head(self) -> RouterError:
         return RouterError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes", code="headers_too_large")

@@ -94,8 +94,14 @@ def sources(settings: RouterSettings) -> list[DiscoverySource]:
 
 
 async def read_file(path: Path) -> list[DiscoveredWorker]:
-    """One URL per line, optionally followed by a role. Empty lines and text after # are ignored."""
-    lines = [line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
+    """One URL per line, optionally followed by a role. Empty lines and text after # are ignored.
+
+    Raises ValueError for a file without any text: it may be about to be written.
+    """
+    text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"{path} is empty; keeping its workers. To remove them all, leave a comment in the file")
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
     return [(words[0], " ".join(words[1:])) for words in lines if words]
 
 

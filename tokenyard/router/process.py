@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 SWEEP_S = 0.25
 FINAL_FLUSH_S = 0.2
+SPARE_FILES, MIN_CONNECTIONS = 64, 8
+"""Half of the other files are for connections of clients, as each may need one to a worker."""
+
 GC_THRESHOLDS = 20_000, 20, 50
 """Requests create few reference cycles, so the garbage collector can run rarely."""
 
@@ -43,6 +47,15 @@ def listen(settings: RouterSettings) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, and return the limit in force."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard
+    return soft
 
 
 def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
@@ -76,6 +89,7 @@ async def run(
     """
     router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
     events = KvEventSubscriptions(router, settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
+    router.max_connections = max((raise_file_limit() - SPARE_FILES) // 2, MIN_CONNECTIONS)
     check_urls([*settings.worker_urls, *settings.prefill_urls, *settings.decode_urls])
     for urls, role in ((settings.worker_urls, ""), (settings.prefill_urls, PREFILL), (settings.decode_urls, DECODE)):
         for url in urls:

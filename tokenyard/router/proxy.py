@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from hashlib import blake2b
 from itertools import count
 
 from typing_extensions import override
@@ -24,6 +25,8 @@ DATA_PREFIXES = ("/v1/", "/api/")
 DATA_PATHS = frozenset({"/generate", "/tokenize", "/detokenize", "/rerank", "/classify", "/encode", "/completion"})
 MAX_HOPS = 8
 MAX_REQUEST_ID_CHARS = 128
+MAX_SESSION_BYTES = 64
+"""Longer session ids are kept as their digest, because the router keeps many."""
 
 
 class Router(DispatchDriver):
@@ -31,7 +34,9 @@ class Router(DispatchDriver):
 
     def __init__(self, settings: RouterSettings, tokenize: Tokenize | None = None) -> None:
         super().__init__(settings)
-        self.connections: set[ClientConnection] = set()
+        self.connections: dict[ClientConnection, None] = {}
+        self.max_connections = 0
+        """Maximum number of client connections; 0 for no limit."""
         self._control = Control(self)
         self._tokenize = tokenize
         self._id = self.id.encode()
@@ -53,7 +58,8 @@ class Router(DispatchDriver):
 
     def new_connection(self) -> ClientConnection:
         """The protocol of a new client connection."""
-        return ClientConnection(self.handle, self.connections, int(self.settings.max_body_mb * 1e6))
+        max_body_bytes = int(self.settings.max_body_mb * 1e6)
+        return ClientConnection(self.handle, self.connections, max_body_bytes, self.max_connections)
 
     def handle(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer a request of the router's own, or start an exchange with a worker, which is returned."""
@@ -108,7 +114,7 @@ class Router(DispatchDriver):
         if parsed.rank is None and (rank := request.get(RANK_HEADER)):
             parsed.rank = parsed.prefill_rank = _rank(rank)
         if self._session_header:
-            parsed.session = request.get(self._session_header).decode("latin-1")
+            parsed.session = _session(request.get(self._session_header))
         return parsed
 
     def _check_loop(self, request: ClientRequest) -> None:
@@ -124,6 +130,13 @@ class Router(DispatchDriver):
         if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.decode().isprintable():
             return given
         return b"%b-%012x" % (self._id_head, next(self._numbers))
+
+
+def _session(header: bytes) -> str:
+    """The session that a header names, in at most `MAX_SESSION_BYTES` characters."""
+    if len(header) > MAX_SESSION_BYTES:
+        return blake2b(header, digest_size=MAX_SESSION_BYTES // 2).hexdigest()
+    return header.decode("latin-1")
 
 
 def _rank(text: bytes) -> int:
