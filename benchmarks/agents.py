@@ -36,7 +36,16 @@ COMMON = (
     "--page-size 64"
 )
 BASE = "fcfs"
-ROWS = ("lpm", "hrrn", "short-first", "slo", "fcfs --step-budget time", "lpm --step-budget time")
+ROWS = (
+    "hits-first",
+    "session",
+    "lpm",
+    "hrrn",
+    "short-first",
+    "slo",
+    "fcfs --step-budget time",
+    "lpm --step-budget time",
+)
 COLUMNS = (
     "turns/h | ratio | session s, ratio | slowdown | TTFT p50 s | p95 s, ratio | longest wait s | hit share "
     "| recomputed M tokens"
