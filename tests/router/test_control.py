@@ -601,3 +601,29 @@ def test_sessions_take_a_bounded_number_of_bytes_each(size, monkeypatch):
 
     run(main())
     assert len(seen[0]) == min(size, 64)
+
+
+LEVERS = ["/v1/scheduler", "/v1/%73cheduler", "/v1/requests/victim/pause", "/v1/live", "/v1/load_lora_adapter"]
+
+
+@pytest.mark.parametrize("path", LEVERS)
+def test_a_clients_key_pulls_no_levers_of_an_engine(path):
+    async def main():
+        keys = {"api_key": "CLIENT", "admin_api_key": "ADMIN", "worker_api_key": "ENGINE"}
+        async with FakeWorker() as worker, routing(worker, **keys) as (_, client):
+            assert (await client.ask("POST", path, {}, ["Authorization: Bearer CLIENT"])).status == 401
+            assert worker.asked == []
+            assert (await client.ask("POST", path, {}, ["Authorization: Bearer ADMIN"])).status == 200
+            assert worker.asked[0].headers["authorization"] == "Bearer ENGINE"
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/../flush_cache", "/v1/%2e%2e/flush_cache", "/v1/./scheduler", "/v1/x/.."])
+def test_paths_with_dot_segments_go_to_no_worker(path):
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (_, client):
+            assert (await client.ask("POST", path, {})).status == 404
+            assert worker.asked == []
+
+    run(main())

@@ -6,7 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.fake import FakeManager
-from tokenyard.server.http.api_keys import ADMIN_PATHS, OPEN_PATHS
+from tokenyard.base.admin_paths import ADMIN_PATHS
+from tokenyard.server.http.api_keys import OPEN_PATHS
 
 
 def test_probes_of_a_healthy_server(server):

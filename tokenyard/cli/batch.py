@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from tokenyard.base import ConfigError
+from tokenyard.base.admin_paths import is_admin_path
 from tokenyard.local import LocalApi
 from tokenyard.offline import LLM
-from tokenyard.server.http.api_keys import ADMIN_PATHS, ADMIN_PREFIX
 
 AT_ONCE = 1024
 """Requests open at the same time; the scheduler decides how many of them run."""
@@ -32,7 +32,7 @@ def check_batch_line(content: BatchLine, where: str) -> BatchLine:
     if not isinstance(content["body"], dict) or content["body"].get("stream"):
         raise ConfigError(f"{where}: body must be an object, without stream")
     path = _path(content["url"])
-    if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
+    if is_admin_path(path):
         # A line that pauses the engine would block the whole file.
         raise ConfigError(f"{where}: {path} steers a server; a batch asks for answers only")
     return content

@@ -17,6 +17,7 @@ from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, Clie
 from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.errors import RouterError
 from tokenyard.router.health import ask
+from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.workers import HttpWorker
 from tokenyard.ui.files import HEADERS, ROUTER_PAGE, read_file
 
@@ -50,6 +51,14 @@ def check_site(request: ClientRequest, *, loopback_only: bool) -> None:
         raise RouterError(403, f"{reason}; with --admin-api-key, who sends the key may", code="cross_site")
 
 
+def check_access(request: ClientRequest, settings: RouterSettings, *, admin: bool) -> None:
+    """Raise RouterError unless the request may do what it asks for. `admin`: whether that needs the admin key."""
+    key = (settings.admin_api_key if admin else "") or settings.api_key
+    check_key(request, key)
+    if admin and not key:
+        check_site(request, loopback_only=is_loopback(settings.host))
+
+
 class Control:
     """Answers the requests that are for the router itself. docs/router.md lists the paths."""
 
@@ -77,12 +86,8 @@ class Control:
         if path in OPEN_PATHS:
             self._probe(front, path)
             return None
-        settings = router.settings
         free = path in PLAIN or path.startswith("/v1/models/")
-        key = settings.api_key if free else settings.admin_api_key or settings.api_key
-        check_key(request, key)
-        if not key and not free:
-            check_site(request, loopback_only=is_loopback(settings.host))
+        check_access(request, router.settings, admin=not free)
         status, content = self._plain(request) if free else self._admin(request)
         if isinstance(content, Awaitable):
             return _Task(front, content)

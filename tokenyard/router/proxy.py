@@ -1,6 +1,7 @@
 """The router: accepts requests of clients, answers its own routes and proxies the rest to workers."""
 
 import logging
+import re
 import uuid
 from hashlib import blake2b
 from itertools import count
@@ -8,7 +9,8 @@ from itertools import count
 from typing_extensions import override
 
 from tokenyard.base import TokenyardError
-from tokenyard.router.admin_routes import Control, check_key
+from tokenyard.base.admin_paths import is_admin_path
+from tokenyard.router.admin_routes import Control, check_access
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.disagg_exchange import DISAGG_PATHS, DisaggExchange
 from tokenyard.router.dispatch_driver import DispatchDriver
@@ -20,6 +22,8 @@ from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.stream_continuation import wants_stream
 
 log = logging.getLogger(__name__)
+
+_DOT_SEGMENT = re.compile(r"/\.{1,2}(/|$)")
 
 DATA_PREFIXES = ("/v1/", "/api/")
 DATA_PATHS = frozenset({"/generate", "/tokenize", "/detokenize", "/rerank", "/classify", "/encode", "/completion"})
@@ -67,7 +71,8 @@ class Router(DispatchDriver):
         try:
             if self._control.takes(request):
                 return self._control.answer(front, request)
-            if not (request.path in DATA_PATHS or request.path.startswith(DATA_PREFIXES)):
+            proxied = request.path in DATA_PATHS or request.path.startswith(DATA_PREFIXES)
+            if not proxied or _DOT_SEGMENT.search(request.path):
                 what = f"there is nothing at this path: {request.method.decode()} {request.path}"
                 raise RouterError(404, what, code="not_found")
             return self._data(front, request)
@@ -83,7 +88,7 @@ class Router(DispatchDriver):
 
     def _data(self, front: ClientConnection, request: ClientRequest) -> Exchange:
         """Start an exchange with a worker. Raises TokenyardError for a request that the router refuses."""
-        check_key(request, self.settings.api_key)
+        check_access(request, self.settings, admin=is_admin_path(request.path))
         if self.draining:
             raise RouterError(503, "the router is shutting down", code="draining")
         most = self.settings.max_concurrent_requests

@@ -5,37 +5,15 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp
 
+from tokenyard.base.admin_paths import is_admin_path
 from tokenyard.server.http.dialects import dialect_of
 from tokenyard.server.http.errors import HttpError
 from tokenyard.server.http.streaming import HttpResponse, Receive, Scope, Send
 from tokenyard.ui.files import SERVER_PAGE
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/metrics/load", "/v1/transfer"})
-ADMIN_PATHS = frozenset(
-    {
-        "/flush_cache",
-        "/clear_hicache_storage_backend",
-        "/reset_prefix_cache",
-        "/start_profile",
-        "/stop_profile",
-        "/abort_request",
-        "/pause_generation",
-        "/continue_generation",
-        "/get_server_info",
-        "/server_info",
-        "/load_lora_adapter",
-        "/unload_lora_adapter",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        "/v1/scheduler",
-        "/v1/live",
-    }
-)
 TENANT = "tokenyard.tenant"
 """Key in a request's ASGI scope: the tenant whose API key it carries."""
-
-ADMIN_PREFIX = "/v1/requests/"
-"""Paths that read or change a request by its id. They reach the requests of all clients."""
 
 
 class Authentication:
@@ -74,11 +52,6 @@ class Authentication:
         if self._tenant_keys and not self._api_key:
             return False
         return _same(given, self._api_key)
-
-
-def is_admin_path(path: str) -> bool:
-    """Whether a path controls the engine or reaches requests of all clients."""
-    return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
 
 
 def _bearer_key(scope: Scope) -> bytes:

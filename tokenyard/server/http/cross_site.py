@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp
 
+from tokenyard.base.admin_paths import is_admin_path
 from tokenyard.base.cross_site import why_cross_site, why_foreign_host
-from tokenyard.server.http.api_keys import is_admin_path
 from tokenyard.server.http.dialects import dialect_of
 from tokenyard.server.http.errors import HttpError
 from tokenyard.server.http.streaming import HttpResponse, Receive, Scope, Send
