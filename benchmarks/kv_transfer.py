@@ -20,7 +20,8 @@ import time
 import numpy as np
 
 from tokenyard.base import Handover, KvPieces, Load, SamplingParams
-from tokenyard.disagg.handshake import LENGTH, decode_message, frame
+from tokenyard.base.frames import LENGTH
+from tokenyard.disagg.handshake import decode_message, frame
 from tokenyard.disagg.process_vm import Probe, allow, read_pages
 from tokenyard.disagg.protocol import DecodePeer, Prefill, PrefillPeer, Send, Timeouts, Want
 from tokenyard.disagg.protocol.messages import pack_ids

@@ -307,6 +307,19 @@ def test_after_a_write_that_failed_it_is_tried_again(answer, monkeypatch):
     engine.close()
 
 
+def test_what_waits_for_the_write_limit_is_written_while_the_engine_is_idle():
+    store = Trouble()
+    # The first run, two blocks, takes 0.5 s by this limit.
+    engine = Engine(store, write_mb_s=0.002)
+    engine.serve()
+    engine.until(lambda: engine.at_rest)
+    end = time.monotonic() + 60.0
+    while store.blocks < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert store.blocks == 3
+    engine.close()
+
+
 def test_a_write_that_hangs_holds_no_pages():
     store = Trouble()
     store.before["put"] = hang = Hang()

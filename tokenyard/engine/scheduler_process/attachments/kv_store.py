@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tokenyard.base import (
+    NS_PER_S,
     BlockPool,
     Event,
     Executor,
@@ -375,7 +376,7 @@ class KvStoreConnector(Attachment):
 
     def _work(self, inbox: Inbox) -> None:
         block = block_buffer(self._block_bytes)
-        while (operation := inbox.get()) is not None:
+        while (operation := self._next(inbox)) is not None:
             operation.began_s = time.monotonic()
             try:
                 self._run(operation, block)
@@ -388,6 +389,20 @@ class KvStoreConnector(Attachment):
             with self._changed:
                 operation.copying = False
                 self._end(operation)
+
+    def _next(self, inbox: Inbox) -> Operation | None:
+        """What a thread does next. Until there is something, it tells the machine what time it is when that is due: the
+        event loop may be waiting for messages, without a timeout, since before the thread's last operation ended.
+        """
+        while True:
+            due_ns = self.machine.next_ns()
+            timeout_s = None if due_ns == NEVER_NS else max(due_ns - time.monotonic_ns(), 0) / NS_PER_S
+            try:
+                return inbox.get(timeout=timeout_s)
+            except queue.Empty:
+                with self._changed:
+                    self._handle(Tick())
+                    self._changed.notify_all()
 
     def _run(self, operation: Operation, block: Block) -> None:
         match operation.action:
