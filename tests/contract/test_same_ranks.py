@@ -36,7 +36,7 @@ CASES += [("predicted_ttft", False, {"enable_priority_scheduling": True})]
 
 def target_of(run, number):
     """The rank that the router has chosen."""
-    return run._routing._open[number].target.rank or 0
+    return run.routing.open_calls[number].target.rank or 0
 
 
 class Simulated:
@@ -55,15 +55,15 @@ class Simulated:
             lambda run, number, finish: (finish.finished_ns, "ended", finish.number, number, finish),
         )
         run = Simulation(traffic, chosen)
-        routing = run._routing
+        routing = run.routing
         begin = routing.first_token
 
         def first_token(number, cached, now):
-            self.events.append((now, "begun", number, routing._open[number].scheduler, cached))
+            self.events.append((now, "begun", number, routing.open_calls[number].scheduler, cached))
             begin(number, cached, now)
 
-        for unit in run._units:
-            unit.replica._started = first_token
+        for unit in run.units:
+            unit.replica.started = first_token
         for _ in run.until_end():
             pass
         self.outcome = run.outcome()

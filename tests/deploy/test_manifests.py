@@ -82,9 +82,9 @@ def queries():
 
 def test_the_metrics_that_board_and_rules_name_exist():
     served = metrics.Metrics("m")
-    for name, (_, labels) in metrics._COUNTERS.items():
+    for name, (_, labels) in metrics.COUNTERS.items():
         served.count(name, 1, *(LEVEL_NAMES[0] for _ in labels))
-    served.gauges |= dict.fromkeys(metrics._GAUGES, 1.0)
+    served.gauges |= dict.fromkeys(metrics.GAUGES, 1.0)
     text = served.exposition().decode()
     index = PrefixIndex(1 << 20)
     machine = Dispatcher(HttpWorkers(RouterSettings(), index), make_policy("round_robin"))

@@ -10,7 +10,7 @@ from tokenyard.disagg.peer_discovery import addresses_of
 from tokenyard.disagg.protocol import Peer, Prefill, Want
 from tokenyard.disagg.protocol.decisions import MAX_OFFER_TIMEOUT_S, MIN_OFFER_TIMEOUT_S, RemotePrefillRule
 from tokenyard.disagg.protocol.messages import pack_ids
-from tokenyard.engine.scheduler_process.attachments.disagg import DisaggConnector
+from tokenyard.engine.scheduler_process.attachments.disagg import request_for
 
 
 def test_prompts_go_where_they_come_first():
@@ -52,13 +52,12 @@ def test_an_offer_is_waited_for_as_long_as_it_is_predicted_to_take():
     ],
 )
 def test_what_another_engine_wants_is_checked(prompt, fields):
-    transfers = object.__new__(DisaggConnector)
-    transfers._info = make_info()
+    vocabulary = make_info().vocab_size
     want = Want("key", prompt, SamplingParams(**fields))
     with pytest.raises(InvalidRequestError):
-        transfers._request_for(Prefill(1 << 40, want))
-    request = transfers._request_for(Prefill(1 << 40, Want("key", pack_ids(np.array([5], np.int32)), SamplingParams())))
-    assert request.request.handover
+        request_for(vocabulary, Prefill(1 << 40, want))
+    right = Want("key", pack_ids(np.array([5], np.int32)), SamplingParams())
+    assert request_for(vocabulary, Prefill(1 << 40, right)).request.handover
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "http://", "http://127.0.0.1:99999"])

@@ -266,7 +266,8 @@ def test_a_block_that_is_gone_ends_the_load_there(store, answer):
     engine = Engine(store)
     number = engine.submit()
     engine.until(lambda: engine.yard.scheduler.state.table.loadable_tokens.any())
-    del store._blocks[digests[1]]
+    get = store.get
+    store.get = lambda digest, block: digest != digests[1] and get(digest, block)
     engine.until(lambda: number in engine.yard.finished)
     assert engine.yard.tokens[number] == answer
     assert (engine.kv_store.counters.loaded_tokens, engine.kv_store.counters.failed_loads) == (64, 1)
@@ -399,7 +400,9 @@ def test_a_device_has_a_tier_in_host_memory(config, blocks):
     pool = open_pool(executor)
     store = open_store(engine, executor, pool, 0)
     assert pool is executor.device
-    assert store._max_blocks == blocks
+    for place in range(blocks + 1):
+        store.put(f"block {place}".encode(), np.zeros(8, np.uint8))
+    assert store.blocks == blocks
 
 
 def test_kv_on_a_device_goes_to_host_memory_and_back(answer):
@@ -458,7 +461,7 @@ class Elsewhere(Trouble):
 def test_what_another_engine_has_stored_is_found_by_asking(store, answer, there):
     made = Elsewhere()
     if there:
-        made._blocks = store._blocks
+        made.get, made.prefetch, made.lacks = store.get, store.prefetch, store.lacks
     engine = Engine(made)
     assert engine.serve() == answer
     assert engine.kv_store.counters.loaded_tokens == (192 if there else 0)

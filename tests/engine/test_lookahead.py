@@ -87,7 +87,7 @@ class Yard:
 
     @property
     def pid(self):
-        return self.lookahead._pipe.pid
+        return self.lookahead.pipe.pid
 
     def __enter__(self):
         return self
@@ -134,7 +134,7 @@ def test_a_fault_keeps_the_policy_is_logged_once_and_retried(mode, monkeypatch, 
         pids = set()
 
         def failed_twice():
-            if yard.lookahead._pipe is not None:
+            if yard.lookahead.pipe is not None:
                 pids.add(yard.pid)
                 # Traffic continues; it must not accumulate for a process that does not read.
                 yard.lookahead.accepted(submit(7, range(100, 2000)).request, 1)
@@ -155,14 +155,14 @@ def test_pauses_between_trials_grow(monkeypatch):
 
         def failed_often():
             if len(pauses) < yard.state["failures"]:
-                pauses.append(yard.lookahead._pause_ns)
+                pauses.append(yard.lookahead.pause_ns)
             return len(pauses) == 4
 
         yard.turn_until(failed_often)
         assert pauses == [40_000_000, 80_000_000, 160_000_000, 320_000_000]
         monkeypatch.setattr(module, "MAX_BACKOFF_NS", 400_000_000)
         yard.turn_until(lambda: yard.state["failures"] == 5)
-        assert yard.lookahead._pause_ns == 400_000_000
+        assert yard.lookahead.pause_ns == 400_000_000
 
 
 def test_one_that_can_not_be_started_is_a_fault_as_well():

@@ -182,7 +182,7 @@ def mistakes():
 @pytest.mark.parametrize(("clock", "function", "why"), mistakes())
 def test_the_third_mistake_switches_it_off(clock, function, why, caplog):
     bench = Bench(function)
-    bench.priority_updates._clock = clock
+    bench.priority_updates.clock = clock
     for number in range(1, MAX_VIOLATIONS + 3):
         bench.submit(request(number))
         bench.poll()

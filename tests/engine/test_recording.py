@@ -100,7 +100,7 @@ def test_a_full_disk_ends_the_tape_but_not_the_serving(caplog):
     tape.write(b"x")
     tape.flush()
     tape.write(b"y" * 10**6)
-    assert tape._file.closed
+    assert tape.file.closed
     tape.close()
     assert FULL.exists()
     assert [record.levelno for record in caplog.records] == [logging.ERROR]

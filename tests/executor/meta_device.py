@@ -117,7 +117,7 @@ def pretend_driver(monkeypatch, config, page_size):
     """Make a driver of an executor in bfloat16 on the pretended device; it can launch, but has nothing to collect."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pinned)
     monkeypatch.setattr(torch, "tensor", _tensor)
-    monkeypatch.setattr("tokenyard.executor.cuda_streams._timing_event", Event)
+    monkeypatch.setattr("tokenyard.executor.cuda_streams.timing_event", Event)
     monkeypatch.setattr("tokenyard.executor.cuda_streams.upload_stream", lambda device: UPLOADS)
     monkeypatch.setattr("tokenyard.executor.cuda_streams.current_stream", lambda: STEPS)
     monkeypatch.setattr(torch.cuda, "stream", _on)

@@ -16,8 +16,8 @@ from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.model_loader import (
-    _device_of_rank,
     choose_dtype,
+    device_of_rank,
     load_executor,
     read_folder_config,
 )
@@ -256,12 +256,12 @@ def test_ranks_of_a_divided_model_have_a_gpu_each(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     shards = [TensorParallelShard(rank, 2, None, None) for rank in range(2)]
-    places = [_device_of_rank("auto", rank, 2, shard) for rank in range(2) for shard in shards]
+    places = [device_of_rank("auto", rank, 2, shard) for rank in range(2) for shard in shards]
     assert places == [(torch.device("cuda", place), 1) for place in range(4)]
     with pytest.raises(ConfigError, match="--tp-size and --dp-size ask for 6 CUDA devices, but torch sees 4"):
-        _device_of_rank("auto", 0, 3, shards[0])
+        device_of_rank("auto", 0, 3, shards[0])
     on_two_nodes = [
-        _device_of_rank("auto", 0, 1, TensorParallelShard(rank, 8, None, None), nodes=2)[0].index for rank in range(8)
+        device_of_rank("auto", 0, 1, TensorParallelShard(rank, 8, None, None), nodes=2)[0].index for rank in range(8)
     ]
     assert on_two_nodes == [0, 1, 2, 3] * 2
 

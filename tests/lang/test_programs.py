@@ -184,7 +184,7 @@ def test_impossible_programs_are_refused(backend, body, words):
 
 
 def test_a_program_without_a_back_end_says_so(monkeypatch):
-    monkeypatch.setattr("tokenyard.lang.program._default", [])
+    monkeypatch.setattr("tokenyard.lang.program.default_backends", [])
     with pytest.raises(RuntimeError, match="set_default_backend"):
         story.run(hero="x")
 

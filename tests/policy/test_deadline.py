@@ -10,7 +10,7 @@ from tests.policy.timed_scheduler import MS, S, make_clocked, prompt
 from tests.policy.waiting_order import line, row
 from tokenyard.base import Cancel, Pause, Resume, SamplingParams, Slo, SloTargets, Update
 from tokenyard.cost import LinearCost, LinearTerms
-from tokenyard.policy.deadline import MAX_DEFERRED, _rows_to_defer, _rows_to_restore
+from tokenyard.policy.deadline import MAX_DEFERRED, rows_to_defer, rows_to_restore
 from tokenyard.policy.output_lengths import MIN_LENGTHS
 
 
@@ -196,7 +196,7 @@ def test_a_request_held_back_for_a_while_stays_deferred():
 def test_as_few_as_possible_are_deferred(jobs):
     jobs.sort(key=lambda job: job[1])
     work, deadlines = np.array([job[0] for job in jobs], float), np.array([job[1] for job in jobs], float)
-    chosen = _rows_to_defer(0.0, work, deadlines, np.ones(len(work), bool))
+    chosen = rows_to_defer(0.0, work, deadlines, np.ones(len(work), bool))
     kept = [place for place in range(len(jobs)) if place not in chosen]
     assert feasible(work, deadlines, kept)
     assert not any(feasible(work, deadlines, more) for more in combinations(range(len(jobs)), len(kept) + 1))
@@ -210,7 +210,7 @@ def feasible(work, deadlines, kept):
 def test_a_walk_defers_a_bounded_number_and_the_next_step_continues():
     count = 3 * MAX_DEFERRED
     work, deadlines = np.full(count, 10.0), np.full(count, 25.0)
-    assert len(_rows_to_defer(0.0, work, deadlines, np.ones(len(work), bool))) == MAX_DEFERRED
+    assert len(rows_to_defer(0.0, work, deadlines, np.ones(len(work), bool))) == MAX_DEFERRED
     yard = make_clocked(schedule_policy="slo")
     for _ in range(count):
         yard.submit(prompt(1000), **due(400))
@@ -243,7 +243,7 @@ def test_a_deferred_request_returns_once_its_deadline_can_be_met():
 def test_a_request_that_returns_is_in_time_and_makes_no_other_late(jobs):
     jobs.sort(key=lambda job: job[1])
     work, deadlines, left_out = (np.array(column) for column in zip(*jobs, strict=True))
-    found = _rows_to_restore(0.0, work.astype(float), deadlines.astype(float), left_out)
+    found = rows_to_restore(0.0, work.astype(float), deadlines.astype(float), left_out)
     assert all(left_out[found])
 
     def in_time(places):
@@ -425,7 +425,7 @@ def test_slo_meets_more_targets_than_the_others_when_too_much_comes():
 )
 def test_the_walk_chooses_the_largest_that_may_wait_before_each_late_one(work, due, may_wait, chosen):
     arrays = (np.array(work, float), np.array(due, float), np.array(may_wait, bool))
-    assert _rows_to_defer(0.0, *arrays) == chosen
+    assert rows_to_defer(0.0, *arrays) == chosen
 
 
 def test_a_deadline_leaves_time_for_an_answer_as_long_as_those_before():

@@ -68,5 +68,5 @@ def test_mlfq_drops_the_state_of_ended_requests(seed):
         yard.submit([5] * int(rng.integers(1, 40)), max_new=int(rng.integers(1, 30)))
     yard.run()
     policy = yard.scheduler.state.policy
-    assert not policy._served.any()
-    assert not policy._idle_since.any()
+    assert not policy.served.any()
+    assert not policy.idle_since.any()

@@ -120,7 +120,7 @@ class LevelWatch(Watched):
         self.sunk = {}
 
     def level(self, row):
-        (level,) = self.state.policy._levels(np.array([row], np.int32)).tolist()
+        (level,) = self.state.policy.levels(np.array([row], np.int32)).tolist()
         number = int(self.state.table.number[row])
         assert level >= self.sunk.get(number, 0), "a request rises, and may take back what was taken from it"
         self.sunk[number] = level

@@ -45,7 +45,7 @@ class Engine:
             if self.dies_after is not None and token - len(begun) == self.dies_after:
                 await writer.drain()
                 await asyncio.sleep(0.01)
-                await self._die(writer)
+                await self.break_off(writer)
                 return None
             text = {"delta": {"content": f" t{token}"}} if chat else {"text": f" t{token}"}
             choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length" if token == LENGTH - 1 else None}
@@ -58,7 +58,7 @@ class Engine:
         writer.write(DONE + LAST)
         return None
 
-    async def _die(self, writer):
+    async def break_off(self, writer):
         if self.how == "abort":
             writer.transport.abort()
         elif self.how == "half an event":
@@ -74,9 +74,9 @@ class Engine:
 
 
 class DiesOnce(Engine):
-    async def _die(self, writer):
+    async def break_off(self, writer):
         self.dies_after = None
-        await super()._die(writer)
+        await super().break_off(writer)
 
 
 def worker(name, engine):
@@ -177,7 +177,7 @@ def test_a_stream_that_its_workers_never_survive_ends():
 class DiesForGood(Engine):
     """Its worker dies with it."""
 
-    async def _die(self, writer):
+    async def break_off(self, writer):
         await self.worker.stop()
 
 

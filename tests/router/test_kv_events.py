@@ -108,8 +108,8 @@ def test_what_was_missed_is_asked_for_again():
                 name = str(router.workers.find("w0").url)
                 await _until(lambda: router.index.match(name, DIGESTS) == 2)
                 # A batch that was lost, and one that shows the gap.
-                publisher._kept.append((1, msgspec.msgpack.encode([9e9, [{"type": "AllBlocksCleared"}], 0])))
-                publisher._number = 2
+                publisher.kept.append((1, msgspec.msgpack.encode([9e9, [{"type": "AllBlocksCleared"}], 0])))
+                publisher.number = 2
                 async with asyncio.timeout(5):
                     while router.index.match(name, DIGESTS):
                         publisher.publish([{"type": "BlockRemoved", "block_hashes": [99], "medium": "GPU"}])

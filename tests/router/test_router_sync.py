@@ -84,7 +84,7 @@ def test_routers_share_what_they_sent():
             for i in range(6):
                 prompt, headers = f"{i} " * 800, [f"X-Session-Id: s{i}"]
                 home = (await first.complete(prompt, headers)).json["worker"]
-                held = len(one.index._held)
+                held = len(one.index.held)
                 name = str((a if home == "a" else b).url)
                 await _until(lambda name=name: two.index.blocks_of(name) == one.index.blocks_of(name))
                 assert (await second.complete(prompt)).json["worker"] == home

@@ -35,7 +35,7 @@ def test_a_prompt_goes_to_the_rank_whose_disk_has_it(event):
         elif event == "flushed":
             balancer.flushed()
         prompt = balancer.choose(request(1), range(2), 50.0)
-        matched[disk_tokens] = PROMPT - prompt._sent.uncached
+        matched[disk_tokens] = PROMPT - prompt.sent.uncached
         if disk_tokens:
             assert prompt.rank == rank
     assert matched == {0: 0, 100 * POOL: PROMPT - 1}, "one token is always computed"

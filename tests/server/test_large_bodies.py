@@ -44,7 +44,7 @@ def test_a_string_without_an_end_is_no_json():
 
 
 def test_unknown_fields_write_little_to_the_log(caplog, monkeypatch):
-    monkeypatch.setattr("tokenyard.server.protocol._seen_unknown", set())
+    monkeypatch.setattr("tokenyard.server.protocol.seen_unknown", set())
     names = {f"unknown_{place}_{'x' * 70}": 1 for place in range(100)}
     with caplog.at_level(logging.WARNING):
         parse(json.dumps({"prompt": "a", **names}).encode(), CompletionRequest)

@@ -36,25 +36,25 @@ def collector(monkeypatch):
 def test_garbage_is_collected_while_no_request_runs(collector):
     server = DrainingServer(ServerState(ServerOptions()), shutdown_timeout_s=1.0)
     with server.state.open_request("a"):
-        server._collect_garbage()
+        server.collect_garbage()
         assert collector.collections == Counter({YOUNG: 1})
-    server._collect_garbage()
+    server.collect_garbage()
     assert collector.collections == Counter({YOUNG: 1, 2: 1})
 
 
 def test_an_idle_server_with_nothing_new_is_left_alone(collector):
     server = DrainingServer(ServerState(ServerOptions()), shutdown_timeout_s=1.0)
     collector.aged = DUE_COLLECTIONS - 1
-    server._collect_garbage()
+    server.collect_garbage()
     assert not collector.collections
 
 
 def test_a_server_that_is_never_idle_collects_now_and_then(collector):
     server = DrainingServer(ServerState(ServerOptions()), shutdown_timeout_s=1.0)
     with server.state.open_request("a"):
-        server._collected_s -= MAX_UNCOLLECTED_S + 1.0
+        server.collected_s -= MAX_UNCOLLECTED_S + 1.0
         for _ in range(3):
-            server._collect_garbage()
+            server.collect_garbage()
     assert collector.collections[2] == 1
 
 
@@ -86,7 +86,7 @@ def test_a_client_that_takes_nothing_is_not_waited_for():
     server, begin = draining(stalled, slow, reading), time.monotonic()
     for second in range(int(STALLED_S) + 2):
         slow.unread -= 100
-        server._sweep.run(server.server_state.connections, begin + second, STALLED_S)
+        server.sweeper.run(server.server_state.connections, begin + second, STALLED_S)
     assert [connection.aborted for connection in (stalled, slow, reading)] == [True, False, False]
 
 
@@ -103,6 +103,6 @@ def test_shutdown_does_not_wait_for_what_cannot_arrive(late, aborted):
     server = draining(*connections)
     until = time.monotonic() - (60.0 if late else 0.0)
     with server.state.open_request("a") if late else contextlib.nullcontext():
-        asyncio.run(server._drain(until))
+        asyncio.run(server.drain(until))
     assert server.should_exit
     assert [connection.aborted for connection in connections] == aborted

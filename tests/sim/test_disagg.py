@@ -32,7 +32,7 @@ def served(traffic, disagg, observer=None, **changes):
     assert (outcome.completion_tokens == traffic.output_tokens).all()
     assert run.kv is not None
     assert not any(run.kv.at_rest().values()), run.kv.at_rest()
-    for unit in run._units:
+    for unit in run.units:
         memory = unit.replica.scheduler.state.memory
         assert not memory.holds
         assert unit.replica.scheduler.flush(unit.replica.now)

@@ -27,7 +27,7 @@ def served(traffic, kv_store, **changes):
     outcome = run.outcome()
     assert outcome.served.all()
     assert (outcome.completion_tokens == traffic.output_tokens).all()
-    for unit in run._units:
+    for unit in run.units:
         memory = unit.replica.scheduler.state.memory
         assert not memory.holds
         assert unit.replica.scheduler.flush(unit.replica.now)

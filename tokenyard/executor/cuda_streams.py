@@ -15,7 +15,7 @@ class StepTimer:
         self._on_cpu = device.type == "cpu"
         self._seconds = 0.0
         if not self._on_cpu:
-            self._begin, self._end, self._arrived = (_timing_event() for _ in range(3))
+            self._begin, self._end, self._arrived = (timing_event() for _ in range(3))
         self._begin_s = 0.0
 
     def start(self) -> None:
@@ -97,7 +97,8 @@ def upload_stream(device: torch.device) -> torch.cuda.Stream | None:
     return copy_stream(device) if device.type == "cuda" else None
 
 
-def _timing_event() -> torch.cuda.Event:
+def timing_event() -> torch.cuda.Event:
+    """Make an event that takes the time."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -186,7 +186,7 @@ def load_executor(
 
 def _prepare_device(given: LoadOptions, part: ModelPartition | None) -> tuple[torch.device, int]:
     """The device, ready for use, and how many ranks share its memory."""
-    target, sharing = _device_of_rank(given.device, given.rank, given.ranks, part, given.nodes)
+    target, sharing = device_of_rank(given.device, given.rank, given.ranks, part, given.nodes)
     if target.type == "cuda":
         prepare_cuda(target)
     if given.threads:
@@ -277,7 +277,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
     return read_model_config(read_json(folder / "config.json"), read_json(generation) if generation.exists() else None)
 
 
-def _device_of_rank(
+def device_of_rank(
     name: str, rank: int, ranks: int, part: ModelPartition | None, nodes: int = 1
 ) -> tuple[torch.device, int]:
     """The device of a rank, and how many ranks share its memory. Ranks take CUDA devices in turn if none is named, and

@@ -13,12 +13,12 @@ MAX_THREADS = 64
 """Threads that run the bodies of a batch's programs. A body that only adds to its state is through at once, so that far
 more programs run than there are threads."""
 
-_default: list[BaseBackend] = []
+default_backends: list[BaseBackend] = []
 
 
 def set_default_backend(backend: BaseBackend) -> None:
     """Set the back end of programs that are run without one."""
-    _default[:] = [backend]
+    default_backends[:] = [backend]
 
 
 class Program:
@@ -150,6 +150,6 @@ def function(body: Callable[..., Any]) -> Program:
 def _chosen(backend: BaseBackend | None) -> BaseBackend:
     if backend is not None:
         return backend
-    if not _default:
+    if not default_backends:
         raise RuntimeError("there is no back end: give one, or call set_default_backend first")
-    return _default[0]
+    return default_backends[0]

@@ -210,7 +210,7 @@ class SloPolicy(EarliestDeadlineFirst):
             # Rows at the end of a lane have no time by which they must be done, and delay no other row.
             rows = lane if bounded else self.queue.with_deadline(lane)
             may_wait = ~(self.queue.deferred[rows] | (views.columns.first_token_ns[rows] > 0))
-            chosen = _rows_to_defer(start_ns, work_ns(rows), self._latest_finish_ns(views.columns, rows), may_wait)
+            chosen = rows_to_defer(start_ns, work_ns(rows), self._latest_finish_ns(views.columns, rows), may_wait)
             if chosen:
                 self.queue.defer(rows[chosen])
                 self._deferred_count += len(chosen)
@@ -234,7 +234,7 @@ class SloPolicy(EarliestDeadlineFirst):
         due_ns = np.where(hopeful[rows], queue.due_ns[rows], self._latest_finish_ns(columns, rows))
         order = np.argsort(due_ns, kind="stable")
         rows = rows[order]
-        found = _rows_to_restore(start_ns, work_ns(rows), due_ns[order], hopeful[rows])
+        found = rows_to_restore(start_ns, work_ns(rows), due_ns[order], hopeful[rows])
         if found:
             queue.restore(rows[found])
 
@@ -253,7 +253,7 @@ def _work_ns(columns: Columns, time: PrefillTime, slowdown: float, rows: Int32Ar
     return seconds * (slowdown * NS_PER_S)
 
 
-def _rows_to_defer(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, may_wait: BoolArray) -> list[int]:
+def rows_to_defer(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, may_wait: BoolArray) -> list[int]:
     """Places to leave out so that the others, done one after the other from `start_ns`, are in time.
 
     The arrays are in the order of work; only places that `may_wait` are chosen. A request that would be late even alone
@@ -286,7 +286,7 @@ def _rows_to_defer(start_ns: float, work_ns: Float64Array, due_ns: Float64Array,
     return chosen
 
 
-def _rows_to_restore(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, left_out: BoolArray) -> list[int]:
+def rows_to_restore(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, left_out: BoolArray) -> list[int]:
     """Places `left_out` that can be done in time after all without making another place late.
 
     The arrays are in the order of work. The `MAX_RESTORED` smallest are tried, the smallest first.

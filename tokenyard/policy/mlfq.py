@@ -40,14 +40,14 @@ class MultiLevelFeedback(Policy):
             f"arrivals of the next {float(self.chosen['promote_s']):g} s, then none for {self._quantum} output tokens, "
             "each time that it waits"
         )
-        self._join = self._served = self._idle_since = self._safe_until = np.zeros(0, np.int64)
+        self._join = self.served = self.idle_since = self._safe_until = np.zeros(0, np.int64)
 
     @override
     def begin_step(self, views: Views) -> None:
         super().begin_step(views)
-        missing = len(views.columns.seq) - len(self._served)
+        missing = len(views.columns.seq) - len(self.served)
         if missing > 0:
-            for name, value in (("_join", UNKNOWN), ("_served", 0), ("_idle_since", 0), ("_safe_until", 0)):
+            for name, value in (("_join", UNKNOWN), ("served", 0), ("idle_since", 0), ("_safe_until", 0)):
                 setattr(self, name, np.concatenate((getattr(self, name), np.full(missing, value, np.int64))))
         fresh = views.waiting[self._join[views.waiting] == UNKNOWN]
         if len(fresh):
@@ -57,15 +57,15 @@ class MultiLevelFeedback(Policy):
     @override
     def order(self, views: Views) -> Iterator[int]:
         waiting = views.waiting
-        return best_first(waiting, np.where(self._promoted(views, waiting), 0, self._levels(waiting)))
+        return best_first(waiting, np.where(self._promoted(views, waiting), 0, self.levels(waiting)))
 
     @override
     def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
         """Promotion moves a request to the front of the queue; it does not let it preempt."""
         columns, rows = views.columns, views.running
-        levels = self._levels(rows)
+        levels = self.levels(rows)
         safe = columns.known[rows] < self._safe_until[rows]
-        below = (levels > self._levels(np.array([preemptor], np.int32))[0]) & ~safe
+        below = (levels > self.levels(np.array([preemptor], np.int32))[0]) & ~safe
         rows, levels = rows[below], levels[below]
         return iter(rows[np.lexsort((-columns.seq[rows], -levels))].tolist())
 
@@ -73,35 +73,35 @@ class MultiLevelFeedback(Policy):
     def charge(self, row: int, prefill_tokens: int) -> None:
         assert self.views is not None
         columns = self.views.columns
-        since = max(int(self._idle_since[row]), int(columns.arrival_ns[row]))
+        since = max(int(self.idle_since[row]), int(columns.arrival_ns[row]))
         if self.views.now - since >= self._promote_ns:
             self._safe_until[row] = int(columns.known[row]) + self._quantum
-        self._served[row] += prefill_tokens
-        self._idle_since[row] = self.views.now
+        self.served[row] += prefill_tokens
+        self.idle_since[row] = self.views.now
 
     @override
     def charge_decode(self, rows: Int32Array) -> None:
         if self.views is None:
             return
-        self._served[rows] += 1
-        self._idle_since[rows] = self.views.now
+        self.served[rows] += 1
+        self.idle_since[rows] = self.views.now
 
     @override
     def removed(self, row: int) -> None:
-        if row < len(self._served):
+        if row < len(self.served):
             self._join[row] = UNKNOWN
-            self._served[row] = self._idle_since[row] = self._safe_until[row] = 0
+            self.served[row] = self.idle_since[row] = self._safe_until[row] = 0
 
     def _promoted(self, views: Views, rows: Int32Array) -> BoolArray:
-        since = np.maximum(self._idle_since[rows], views.columns.arrival_ns[rows])
+        since = np.maximum(self.idle_since[rows], views.columns.arrival_ns[rows])
         promoted: BoolArray = views.now - since >= self._promote_ns
         return promoted
 
-    def _levels(self, rows: Int32Array) -> Int64Array:
+    def levels(self, rows: Int32Array) -> Int64Array:
         """Level of each row, int64[len(rows)]; 0 is the top. A row leaves level k after 2^(k+1) - 1 quanta and never
         rises.
         """
-        sunk = np.floor(np.log2(self._served[rows] / self._quantum + 1.0)).astype(np.int64)
+        sunk = np.floor(np.log2(self.served[rows] / self._quantum + 1.0)).astype(np.int64)
         levels: Int64Array = np.minimum(np.maximum(self._join[rows], sunk), MAX_LEVELS)
         return levels
 

@@ -35,11 +35,11 @@ class LevelLoad:
 class Assignment:
     """One request at one rank, counted in its load from dispatch until `end`."""
 
-    __slots__ = ("_level", "_prefilling", "_sent", "rank")
+    __slots__ = ("_level", "_prefilling", "rank", "sent")
 
     def __init__(self, rank: int, sent: DispatchedRequest, level: LevelLoad | None) -> None:
         self.rank = rank
-        self._sent, self._level, self._prefilling = sent, level, True
+        self.sent, self._level, self._prefilling = sent, level, True
         if level is not None:
             level.requests += 1
             level.prefill_tokens += sent.uncached
@@ -47,29 +47,29 @@ class Assignment:
 
     def expected_s(self) -> float:
         """Predicted seconds from dispatch to the first token."""
-        return self._sent.expected_s()
+        return self.sent.expected_s()
 
     def first_token(self, now_s: float | None = None) -> None:
         """The prompt is computed. `now_s`: when the first token was observed; None if it is only assumed."""
         if now_s is None:
-            self._sent.prefilled()
+            self.sent.prefilled()
         else:
-            self._sent.first_token(now_s)
+            self.sent.first_token(now_s)
         if self._level is not None and self._prefilling:
-            self._level.prefill_tokens -= self._sent.uncached
+            self._level.prefill_tokens -= self.sent.uncached
         self._prefilling = False
 
     def hit(self, cached_tokens: int) -> None:
         """The response reports that `cached_tokens` of the prompt were cached."""
-        self._sent.hit(cached_tokens)
+        self.sent.hit(cached_tokens)
 
     def end(self) -> None:
         """The request has ended or moves to another rank. Further calls have no effect."""
-        self._sent.end()
+        self.sent.end()
         if self._level is not None:
             self.first_token()
             self._level.requests -= 1
-            self._level.context_tokens -= self._sent.tokens
+            self._level.context_tokens -= self.sent.tokens
             self._level = None
 
 

@@ -123,7 +123,7 @@ class PrefixIndex:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_blocks = max(max_bytes // ENTRY_BYTES, MIN_ENTRIES)
-        self._held: dict[str, _TargetBlocks] = {}
+        self.held: dict[str, _TargetBlocks] = {}
         self._entries = 0
         self.evicted = 0
 
@@ -134,12 +134,12 @@ class PrefixIndex:
 
     def blocks_of(self, target: str) -> int:
         """The number of blocks in the index for `target`."""
-        held = self._held.get(target)
+        held = self.held.get(target)
         return len(held.blocks) if held is not None else 0
 
     def limit(self, target: str, blocks: int) -> None:
         """Bound the blocks of `target` to the capacity of its cache; 0 for no bound."""
-        held = self._held.setdefault(target, _TargetBlocks())
+        held = self.held.setdefault(target, _TargetBlocks())
         held.most = blocks
         self._shrink(held)
 
@@ -147,12 +147,12 @@ class PrefixIndex:
         """`match` for each target. A miss of the first block, the common case, is cheap."""
         if not digests:
             return [0 for _ in targets]
-        first, held = digests[0], self._held
+        first, held = digests[0], self.held
         return [self.match(name, digests) if name in held and first in held[name].blocks else 0 for name in targets]
 
     def match(self, target: str, digests: Sequence[Digest]) -> int:
         """How many leading blocks of a chain the target holds."""
-        held = self._held.get(target)
+        held = self.held.get(target)
         if held is None or not digests:
             return 0
         blocks = held.blocks
@@ -171,9 +171,9 @@ class PrefixIndex:
 
     def insert(self, target: str, digests: Sequence[Digest]) -> None:
         """The target holds, or will soon hold, this chain: make it the most recently used."""
-        held = self._held.get(target)
+        held = self.held.get(target)
         if held is None:
-            held = self._held[target] = _TargetBlocks()
+            held = self.held[target] = _TargetBlocks()
         blocks = held.blocks
         before = len(blocks)
         for digest in reversed(digests):
@@ -184,7 +184,7 @@ class PrefixIndex:
 
     def remove(self, target: str, digests: Iterable[Digest]) -> None:
         """The target no longer holds these blocks."""
-        held = self._held.get(target)
+        held = self.held.get(target)
         if held is None:
             return
         before = len(held.blocks)
@@ -194,7 +194,7 @@ class PrefixIndex:
 
     def clear_target(self, target: str) -> None:
         """The target holds nothing: it restarted, failed or was flushed."""
-        held = self._held.get(target)
+        held = self.held.get(target)
         if held is not None:
             self._entries -= len(held.blocks)
             held.blocks = {}
@@ -202,14 +202,14 @@ class PrefixIndex:
     def remove_target(self, target: str) -> None:
         """The target does not exist any more."""
         self.clear_target(target)
-        self._held.pop(target, None)
+        self.held.pop(target, None)
 
     def _shrink(self, held: _TargetBlocks) -> None:
         """Enforce the bounds. Evict in batches, because finding the first key of a large dictionary can be slow."""
         if held.most and len(held.blocks) > held.most:
             self._evict(held, len(held.blocks) - held.most)
         while self._entries > self._max_blocks:
-            largest = max(self._held.values(), key=lambda other: len(other.blocks))
+            largest = max(self.held.values(), key=lambda other: len(other.blocks))
             self._evict(largest, self._entries - self._max_blocks)
 
     def _evict(self, held: _TargetBlocks, count: int) -> None:

@@ -353,7 +353,7 @@ async def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> T:
     return await run_off_loop(body, lambda: parse(body, kind, strict=strict))
 
 
-_seen_unknown: set[str] = set()
+seen_unknown: set[str] = set()
 
 
 def _check_unknown_fields(content: dict[str, Any], kind: type[Any], strict: bool) -> None:
@@ -365,9 +365,9 @@ def _check_unknown_fields(content: dict[str, Any], kind: type[Any], strict: bool
         near = get_close_matches(name, known, n=3)
         hint = f"; near names: {', '.join(near)}" if near else "; /docs has all fields"
         raise InvalidRequestError(f"unknown field {name[:64]!r}{hint}", param=name[:64])
-    new = sorted(unknown - _seen_unknown)
-    if new and len(_seen_unknown) < MAX_SEEN_FIELDS:
-        _seen_unknown.update(new[:MAX_SEEN_FIELDS])
+    new = sorted(unknown - seen_unknown)
+    if new and len(seen_unknown) < MAX_SEEN_FIELDS:
+        seen_unknown.update(new[:MAX_SEEN_FIELDS])
         more = f" and {len(new) - MAX_LOGGED_FIELDS} more" if len(new) > MAX_LOGGED_FIELDS else ""
         log.warning(
             "ignored unknown request fields: %s%s", ", ".join(word[:64] for word in new[:MAX_LOGGED_FIELDS]), more

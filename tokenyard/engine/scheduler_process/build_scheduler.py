@@ -41,14 +41,14 @@ class TapeFile:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}; give a file that can be written") from error
-        self._file = os.fdopen(descriptor, "wb", buffering=BUFFER_BYTES)
+        self.file = os.fdopen(descriptor, "wb", buffering=BUFFER_BYTES)
         self._usable = True
 
     def write(self, data: bytes) -> None:
         """Add to the tape."""
         if self._usable:
             try:
-                self._file.write(data)
+                self.file.write(data)
             except OSError as error:
                 self._give_up(error)
 
@@ -56,7 +56,7 @@ class TapeFile:
         """Hand everything over to the operating system."""
         if self._usable:
             try:
-                self._file.flush()
+                self.file.flush()
             except OSError as error:
                 self._give_up(error)
 
@@ -65,12 +65,12 @@ class TapeFile:
         self.flush()
         if self._usable:
             self._usable = False
-            self._file.close()
+            self.file.close()
 
     def _give_up(self, error: OSError) -> None:
         self._usable = False
         with contextlib.suppress(OSError):  # it tries once more to write what is left
-            self._file.close()
+            self.file.close()
         logger.error("the tape %s ends here: %s; serving continues without it", self._path, error.strerror)
 
 

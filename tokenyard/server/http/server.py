@@ -123,9 +123,9 @@ class DrainingServer(uvicorn.Server):
         self.exit_status = 0
         self._shutdown_timeout_s = shutdown_timeout_s
         self._drain_until: float | None = None
-        self._collected_s = time.monotonic()
+        self.collected_s = time.monotonic()
         self._aborted = self._drain_logged = False
-        self._sweep = ConnectionSweeper(limits)
+        self.sweeper = ConnectionSweeper(limits)
 
     @property
     def draining(self) -> bool:
@@ -157,15 +157,15 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: collect garbage, sweep connections and check the drain."""
-        self._collect_garbage()
+        self.collect_garbage()
         if counter % SWEEP_EVERY == 0:
             stalled_s = None if self._drain_until is None else STALLED_S
-            self._sweep.run(self.server_state.connections, time.monotonic(), stalled_s)  # type: ignore[arg-type]
+            self.sweeper.run(self.server_state.connections, time.monotonic(), stalled_s)  # type: ignore[arg-type]
         if self._drain_until is not None and not self.should_exit:
-            await self._drain(self._drain_until)
+            await self.drain(self._drain_until)
         return await super().on_tick(counter)
 
-    def _collect_garbage(self) -> None:
+    def collect_garbage(self) -> None:
         """Collect young objects at every tick while requests are open, and all objects when none is.
 
         The interpreter collects young objects once there are 700 more than before. Where requests end as fast as they
@@ -176,11 +176,11 @@ class DrainingServer(uvicorn.Server):
         if gc.get_count()[2] < DUE_COLLECTIONS:
             return
         now = time.monotonic()
-        if self.state.open_requests == 0 or now - self._collected_s > MAX_UNCOLLECTED_S:
-            self._collected_s = now
+        if self.state.open_requests == 0 or now - self.collected_s > MAX_UNCOLLECTED_S:
+            self.collected_s = now
             gc.collect()
 
-    async def _drain(self, until: float) -> None:
+    async def drain(self, until: float) -> None:
         """Exit when no request is open; abort the open ones at the timeout."""
         now = time.monotonic()
         late_s = now - until

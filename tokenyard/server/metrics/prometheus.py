@@ -29,7 +29,7 @@ REFUSED_ON_ARRIVAL = ("invalid", "too_long", "queue_full", "tenant_limit")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-_GAUGES = {
+GAUGES = {
     "running_requests": "requests that hold KV pages",
     "queued_requests": "requests that wait in the queue",
     "queued_tokens": "prompt tokens still to be computed, assuming no prefix hits for waiting requests",
@@ -55,7 +55,7 @@ _GAUGES = {
 _RANK_GAUGES = {
     "up": "1 while the rank is healthy, 0 while it is stuck or does not run",
     **{
-        name: _GAUGES[name]
+        name: GAUGES[name]
         for name in ("running_requests", "queued_requests", "used_tokens", "total_tokens", "cache_hit_rate")
     },
 }
@@ -63,7 +63,7 @@ _TP_RANK_GAUGES = {
     "step": ("step", "latest step that a tensor- or pipeline-parallel rank has begun"),
     "silent_s": ("silent_seconds", "time since the last heartbeat of a tensor- or pipeline-parallel rank"),
 }
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("finished requests", ("finished_reason",)),
     "prompt_tokens": ("prompt tokens of finished requests", ()),
     "generation_tokens": ("output tokens", ()),
@@ -228,7 +228,7 @@ class Metrics:
     """Time of the last throughput sample (s, monotonic), and the tokens generated until then."""
 
     def __post_init__(self) -> None:
-        for name, (_, labels) in _COUNTERS.items():
+        for name, (_, labels) in COUNTERS.items():
             if not labels:
                 self.counters[name, ()] = 0.0
         for reason in get_args(FinishReason):
@@ -363,7 +363,7 @@ class _Families(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Our names first, then those that `--metrics-compat` adds."""
-        ours = {name: f"tokenyard_{name}" for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS)}
+        ours = {name: f"tokenyard_{name}" for name in (*GAUGES, *COUNTERS, *_HISTOGRAMS)}
         yield from self._named(ours, "model")
         yield from self._by_class()
         yield from self._by_rank()
@@ -381,12 +381,12 @@ class _Families(Collector):
     def _named(self, names: Mapping[str, str], model_label: str) -> Iterable[Metric]:
         """The families that `names` maps to an exported name."""
         metrics, model = self._metrics, self._metrics.model
-        for key, text in _GAUGES.items():
+        for key, text in GAUGES.items():
             if key in names and key in metrics.gauges:
                 gauge = GaugeMetricFamily(names[key], text, labels=[model_label])
                 gauge.add_metric([model], metrics.gauges[key])
                 yield gauge
-        for key in (key for key in _COUNTERS if key in names):
+        for key in (key for key in COUNTERS if key in names):
             yield self._counter(key, names[key], model_label)
         for key, (_, text) in _HISTOGRAMS.items():
             if key in names:
@@ -450,7 +450,7 @@ class _Families(Collector):
 
     def _counter(self, key: str, name: str, model_label: str) -> Metric:
         """A counter with one sample per combination of labels seen so far."""
-        text, labels = _COUNTERS[key]
+        text, labels = COUNTERS[key]
         family = CounterMetricFamily(name, text, labels=[model_label, *labels])
         for (counter, values), amount in self._metrics.counters.items():
             if counter == key:

@@ -185,7 +185,7 @@ class SimScheduler:
         self.steps = 0
         self._executor = executor
         self._finished = finished
-        self._started = started
+        self.started = started
         self._awaited: set[int] = set()
         self._kv_events_sent = kv_events_sent
         self._host_ns = to_ns(host_s)
@@ -214,7 +214,7 @@ class SimScheduler:
         if not self._in_flight:
             self.now = max(self.now, now)
             self._wakeup_ns = self.now
-        if self._started is not None:
+        if self.started is not None:
             self._awaited.add(request.number)
         self.scheduler.apply(Submit(request), now)
 
@@ -363,7 +363,7 @@ class SimScheduler:
         self.scheduler.commit(step.result, self.now)
         self._must_commit = False
         self._undrained += 1
-        if self._undrained == COMMITS_PER_DRAIN or self._started is not None:
+        if self._undrained == COMMITS_PER_DRAIN or self.started is not None:
             self.drain(self.now)
         if self._observer is not None:
             self._observer(step.begin_ns, step.end_ns, step.plan, step.work, self.scheduler)
@@ -374,11 +374,11 @@ class SimScheduler:
         if not self.scheduler.has_output:
             return
         batch = self.scheduler.drain()
-        if self._started is not None and self._awaited:
+        if self.started is not None and self._awaited:
             numbers = batch.numbers.tolist()
             for number in sorted(self._awaited.intersection(numbers)):
                 self._awaited.discard(number)
-                self._started(number, int(batch.hits[numbers.index(number)]), now)
+                self.started(number, int(batch.hits[numbers.index(number)]), now)
         if self._kv_events_sent is not None:
             self._kv_events_sent(self.scheduler.kv_records(), now)
         for finish in batch.finished:

@@ -183,7 +183,7 @@ class SimRouting:
             router.add(places, DECODE if router.disagg else "")
         self._engines = [self._engine(pool_tokens) for pool_tokens in places.pools]
         self._retried: Counter[str] = Counter()
-        self._open: dict[int, RoutedRequest] = {}
+        self.open_calls: dict[int, RoutedRequest] = {}
         self._late: deque[tuple[int, int, list[Any]]] = deque()
         self._loss = np.random.default_rng([seed, LOSS_STREAM])
 
@@ -232,7 +232,7 @@ class SimRouting:
     def _send(self, call: RoutedRequest, action: Send[RoutedRequest], now: int) -> None:
         target = action.choice.target
         self.predicted_tokens += action.choice.predicted
-        self._open[call.request.number] = call
+        self.open_calls[call.request.number] = call
         replica, rank = target.worker.replica, target.rank or 0
         call.scheduler = replica * self._places.ranks + rank
         engine = self._engines[replica]
@@ -247,7 +247,7 @@ class SimRouting:
         """The scheduler to which the engine moves a request that one of its ranks refused; None if the request has
         ended.
         """
-        call = self._open[finish.number]
+        call = self.open_calls[finish.number]
         if call.place is None or not refused(finish):
             return None
         replica, rank = divmod(call.scheduler, self._places.ranks)
@@ -287,7 +287,7 @@ class SimRouting:
 
     def first_token(self, number: int, cached_tokens: int, now: int) -> None:
         """Record the first token of request `number`; `cached_tokens` of its prompt were in the cache."""
-        call = self._open[number]
+        call = self.open_calls[number]
         call.router.machine.first_token(call, now)
         if call.place is not None:
             call.place.first_token(now / NS_PER_S)
@@ -296,7 +296,7 @@ class SimRouting:
 
     def finished(self, finish: Finish) -> None:
         """Record the end of a request."""
-        call = self._open.pop(finish.number)
+        call = self.open_calls.pop(finish.number)
         assert call.sent is not None
         call.sent.hit(finish.cached_tokens)
         call.router.machine.ended(call)
@@ -330,9 +330,9 @@ class SimRouting:
         for router in self._routers:
             router.down(replica, schedulers)
         self._late = deque(entry for entry in self._late if entry[1] not in schedulers)
-        lost = [call for call in self._open.values() if call.scheduler in schedulers]
+        lost = [call for call in self.open_calls.values() if call.scheduler in schedulers]
         for call in lost:
-            del self._open[call.request.number]
+            del self.open_calls[call.request.number]
             call.router.machine.released(call)
             if call.place is not None:
                 call.place.end()

@@ -99,15 +99,15 @@ class Simulation:
         # If no two prompts share a prefix, no other request can hit an answer in the cache.
         self._alike = not isinstance(workload.content, UniqueContent)
         routed = setup.schedulers > 1 or setup.fleet != Fleet()
-        self._routing = make_routing(setup, self._alike, self._send, self._refuse) if routed else None
-        self._engines_choose = self._routing is not None and self._routing.engines_choose
-        blank = setup.settings.disable_radix_cache and self._routing is None
+        self.routing = make_routing(setup, self._alike, self._send, self._refuse) if routed else None
+        self._engines_choose = self.routing is not None and self.routing.engines_choose
+        blank = setup.settings.disable_radix_cache and self.routing is None
         self._kv = self._make_network()
         self._content: Content = BlankContent() if blank else workload.content
-        self._units = [self._unit(0, observer, tape)] + [self._unit(k, None, None) for k in range(1, setup.schedulers)]
+        self.units = [self._unit(0, observer, tape)] + [self._unit(k, None, None) for k in range(1, setup.schedulers)]
         self._stopped: dict[int, int] = {}
-        self._ended: list[list[SimScheduler]] = [[] for _ in self._units]
-        self._described = self._units[0].replica.scheduler.snapshot(0).policy
+        self._ended: list[list[SimScheduler]] = [[] for _ in self.units]
+        self._described = self.units[0].replica.scheduler.snapshot(0).policy
         self._due: list[tuple[int, int]] = []
         self._order = count()
         self._schedule: list[tuple[int, int, Callable[[int], None]]] = []
@@ -130,13 +130,13 @@ class Simulation:
         """The KV store of a scheduler. It keeps what an earlier life of the scheduler left on disk."""
         setup, engine = self._setup, number // self._setup.dp_size
         assert setup.kv_store is not None
-        core, info = self._units[number].replica.scheduler, executor_info(setup, engine)
+        core, info = self.units[number].replica.scheduler, executor_info(setup, engine)
         disk = None if before is None else before.disk
         return SimKvStore(setup.kv_store, core, info, setup.prior(engine), partial(self.apply, number), self.at, disk)
 
     def _move_kv(self, number: int, now: int) -> None:
         """Start the loads, stores and transfers that a scheduler requested."""
-        moves = self._units[number].replica.scheduler.drain_moves()
+        moves = self.units[number].replica.scheduler.drain_moves()
         if self._kv_stores:
             moves = self._kv_stores[number].take(moves, now)
         if self._kv is not None:
@@ -154,11 +154,11 @@ class Simulation:
     def _connect(self, network: Network) -> None:
         """Add all engines to the network."""
         later = {fault.replica for fault in self._setup.fleet.faults if fault.deadly and not fault.at_s}
-        for number, unit in enumerate(self._units):
+        for number, unit in enumerate(self.units):
             network.add(unit.replica.scheduler, self._setup.prior(number), alive=number not in later)
         network.start()
-        if isinstance(self._routing, DisaggRouting):
-            network.leg_ended, self._routing.drop = self._routing.leg_ended, network.dropped
+        if isinstance(self.routing, DisaggRouting):
+            network.leg_ended, self.routing.drop = self.routing.leg_ended, network.dropped
 
     def at(self, when_ns: int, call: Callable[[int], None]) -> None:
         """Have `call(now)` run at `when_ns`."""
@@ -166,9 +166,9 @@ class Simulation:
 
     def apply(self, number: int, event: Event, now: int) -> None:
         """Apply an event to scheduler `number`; while the scheduler is stalled, the event waits."""
-        unit, until = self._units[number], self._stopped.get(number, 0)
+        unit, until = self.units[number], self._stopped.get(number, 0)
         if now < until:
-            self.at(until, lambda at: self.apply(number, event, at) if self._units[number] is unit else None)
+            self.at(until, lambda at: self.apply(number, event, at) if self.units[number] is unit else None)
             return
         unit.driver.advance_to(now)
         if self._kv_stores and isinstance(event, Submit):
@@ -184,7 +184,7 @@ class Simulation:
         distinct_tokens = cached and (self._alike or tape is not None)
         executor = SimExecutor(info, truth, self._workload.output_tokens, distinct_tokens, self._drafter(info))
         answers = engine < setup.replicas
-        routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
+        routing, by_events = self.routing, setup.fleet.kv_event_lag_s is not None and cached
         settings = setup.settings_of(rank)
         settings = replace(
             settings,
@@ -214,11 +214,11 @@ class Simulation:
     @property
     def _interleaved(self) -> bool:
         """Whether schedulers must run in order of time because they interact; a single one need not."""
-        return self._routing is not None or self._workload.sessions is not None or bool(self._kv_stores)
+        return self.routing is not None or self._workload.sessions is not None or bool(self._kv_stores)
 
     def until_end(self) -> Iterator[int]:
         """Run the simulation. Yields, before each event, the number of requests that have arrived."""
-        alone = None if self._interleaved else self._units[0]
+        alone = None if self._interleaved else self.units[0]
         while True:
             at_ns = min(self._arrivals.next_ns, self._schedule[0][0] if self._schedule else NEVER_NS, self._sweep_ns)
             if alone is not None:
@@ -233,7 +233,7 @@ class Simulation:
         """Run the scheduler with the earliest due time for a turn, if that is before `until`."""
         while self._due and self._due[0][0] < until:
             due_ns, number = heappop(self._due)
-            driver = self._units[number].driver
+            driver = self.units[number].driver
             if driver.due_ns != due_ns:
                 continue
             driver.turn()
@@ -241,13 +241,13 @@ class Simulation:
             self._move(due_ns)
             if self._kv is not None or self._kv_stores:
                 self._move_kv(number, due_ns)
-            if self._routing is not None and self._routing.capacity_freed:
+            if self.routing is not None and self.routing.capacity_freed:
                 self._serve(due_ns)
             return True
         return False
 
     def _note_due(self, number: int) -> None:
-        due_ns = self._units[number].driver.due_ns
+        due_ns = self.units[number].driver.due_ns
         if due_ns < NEVER_NS:
             heappush(self._due, (due_ns, number))
 
@@ -255,13 +255,13 @@ class Simulation:
         """Process the external events at `now`: the schedule first, then arrivals, then the queues."""
         if self._schedule and self._schedule[0][0] == now:
             heappop(self._schedule)[2](now)
-            if self._routing is not None and self._routing.capacity_freed:
+            if self.routing is not None and self.routing.capacity_freed:
                 self._serve(now)
         elif self._arrivals.next_ns == now:
             self._arrive(self._arrivals.pop(), now)
             yield self._arrivals.popped - 1
-        elif self._routing is not None:
-            self._routing.sweep(now)
+        elif self.routing is not None:
+            self.routing.sweep(now)
             self._serve(now)
 
     def _arrive(self, index: int, now: int) -> None:
@@ -270,10 +270,10 @@ class Simulation:
         request = self._request(index)
         if self._workload.sessions is not None:
             request = replace(request, arrival_ns=now)
-        if self._routing is None:
+        if self.routing is None:
             self._send(request, 0, now)
         else:
-            self._routing.arrive(request, now)
+            self.routing.arrive(request, now)
             self._schedule_router_sweep(now)
 
     def _request(self, index: int) -> Request:
@@ -292,18 +292,18 @@ class Simulation:
         """Forward a request to a scheduler."""
         self._outcome.place[request.number] = number
         if now < self._stopped.get(number, 0):
-            self.at(self._stopped[number], partial(self._deliver, request, number, self._units[number]))
+            self.at(self._stopped[number], partial(self._deliver, request, number, self.units[number]))
         else:
-            self._deliver(request, number, self._units[number], now)
+            self._deliver(request, number, self.units[number], now)
 
     def _deliver(self, request: Request, number: int, to: SimInstance, now: int) -> None:
         """Deliver a request to a scheduler, unless that has died meanwhile."""
-        unit = self._units[number]
+        unit = self.units[number]
         if unit is not to:
             return
         unit.driver.advance_to(now)
         if self._kv is not None:
-            partner = self._routing.partner[request.number] if isinstance(self._routing, DisaggRouting) else -1
+            partner = self.routing.partner[request.number] if isinstance(self.routing, DisaggRouting) else -1
             request = self._kv.submitted(number, request, partner, now)
         if self._kv_stores:
             request = self._kv_stores[number].submitted(request, now)
@@ -326,7 +326,7 @@ class Simulation:
         """Exchange tenant usage among the ranks of each engine, as long as they have work."""
         size, self._exchanging_usage = self._setup.dp_size, False
         for first in range(0, self._setup.schedulers, size):
-            ranks = self._units[first : first + size]
+            ranks = self.units[first : first + size]
             for unit in ranks:
                 unit.driver.advance_to(now)
             cores = [unit.replica.scheduler for unit in ranks]
@@ -339,14 +339,14 @@ class Simulation:
 
     def _serve(self, now: int) -> None:
         """Assign free room to requests that wait at the routers."""
-        assert self._routing is not None
-        self._routing.serve(now)
+        assert self.routing is not None
+        self.routing.serve(now)
         self._schedule_router_sweep(now)
 
     def _schedule_router_sweep(self, now: int) -> None:
         """Set the time of the next sweep of the routers' queues."""
-        assert self._routing is not None
-        self._sweep_ns = self._routing.next_sweep_ns(now)
+        assert self.routing is not None
+        self._sweep_ns = self.routing.next_sweep_ns(now)
 
     def _refuse(self, number: int, now: int) -> None:
         """Record that the router refused a request."""
@@ -377,30 +377,30 @@ class Simulation:
 
     def _apply_fleet_event(self, happening: FleetEvent, now: int) -> None:
         """Apply an entry of the fleet's schedule."""
-        routing, engine = self._routing, happening.replica
+        routing, engine = self.routing, happening.replica
         assert routing is not None
         # Routers do not see prefill engines that the decode engines choose themselves.
         routed = engine < self._setup.replicas or isinstance(routing, DisaggRouting)
         numbers = range(engine * self._setup.dp_size, (engine + 1) * self._setup.dp_size)
         if happening.what == "slow":
             for number in numbers:
-                self._units[number].driver.advance_to(now)
-                self._units[number].executor.slow_down(happening.factor)
+                self.units[number].driver.advance_to(now)
+                self.units[number].executor.slow_down(happening.factor)
                 self._note_due(number)
         elif happening.what == "stop":
             for number in numbers:
                 self._stop(number, now + to_ns(happening.factor), now)
         elif happening.what == "kill":
             for number in numbers:
-                self._units[number].driver.advance_to(now)
-                self._ended[number].append(self._units[number].replica)
+                self.units[number].driver.advance_to(now)
+                self._ended[number].append(self.units[number].replica)
                 self._stopped.pop(number, None)
-                self._units[number] = self._unit(number, None, None)
+                self.units[number] = self._unit(number, None, None)
                 if self._kv_stores:
                     self._kv_stores[number].alive = False
                     self._kv_stores[number] = self._make_kv_store(number, self._kv_stores[number])
                 if self._kv is not None:
-                    self._kv.killed(number, self._units[number].replica.scheduler, now)
+                    self._kv.killed(number, self.units[number].replica.scheduler, now)
             if routed:
                 routing.died(engine, now)
         elif happening.what == "close":
@@ -415,7 +415,7 @@ class Simulation:
 
     def _stop(self, number: int, until: int, now: int) -> None:
         """Stall a scheduler until `until`; events for it wait."""
-        unit = self._units[number]
+        unit = self.units[number]
         unit.driver.advance_to(now)
         unit.replica.pause_until(until)
         self._stopped[number] = until
@@ -436,14 +436,14 @@ class Simulation:
         if self._kv_stores:
             self._kv_stores[number].ended(finish.number)
         if self._kv is not None:
-            self._kv.finished(number, finish, self._units[number].replica.now)
+            self._kv.finished(number, finish, self.units[number].replica.now)
             if number >= self._setup.replicas:
                 return
-        adapter = self._units[number].adapter
+        adapter = self.units[number].adapter
         if adapter is not None:
             adapter.finished(finish)
-        if self._engines_choose and self._routing is not None:
-            other = self._routing.move_to_other_rank(finish, finish.finished_ns)
+        if self._engines_choose and self.routing is not None:
+            other = self.routing.move_to_other_rank(finish, finish.finished_ns)
             if other is not None:
                 self._moves.append((index, other))
                 return
@@ -454,11 +454,11 @@ class Simulation:
         outcome.completion_tokens[index] = finish.completion_tokens
         outcome.cached_tokens[index] = finish.cached_tokens
         outcome.retractions[index] = finish.retractions
-        if self._routing is not None:
-            self._routing.finished(finish)
-            seen_ns = self._routing.first_seen.pop(index, finish.first_token_ns)
+        if self.routing is not None:
+            self.routing.finished(finish)
+            seen_ns = self.routing.first_seen.pop(index, finish.first_token_ns)
             outcome.first_token_ns[index] = min(seen_ns, finish.first_token_ns)
-        self._end_turn(index, number, max(finish.finished_ns, self._units[number].replica.now))
+        self._end_turn(index, number, max(finish.finished_ns, self.units[number].replica.now))
 
     @property
     def kv(self) -> Network | None:
@@ -475,7 +475,7 @@ class Simulation:
 
         These are requests that have ended late, and open ones whose first token is overdue.
         """
-        routing = self._routing
+        routing = self.routing
         begun = None if routing is None or self._workload.sessions is not None else list(routing.first_seen)
         return self._outcome.certain_misses(window, self._arrivals.popped, begun)
 
@@ -483,34 +483,34 @@ class Simulation:
         """The outcome at the end of the simulation."""
         outcome = self._outcome
         outcome.workload = self._arrivals.with_actual_arrivals()
-        replicas = [unit.replica for unit in self._units]
+        replicas = [unit.replica for unit in self.units]
         lives = [[*ended, replica] for ended, replica in zip(self._ended, replicas, strict=True)]
         outcome.schedulers = [_run_of(one) for one in lives]
         outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
         if self._kv_stores:
             outcome.kv_store = KvStoreTotals()
-            for unit, kv_store in zip(self._units, self._kv_stores, strict=True):
+            for unit, kv_store in zip(self.units, self._kv_stores, strict=True):
                 outcome.kv_store.add(kv_store.close(unit.replica.scheduler.snapshot(unit.replica.now).unstored_tokens))
         if self._kv is not None:
             outcome.transfers = self._kv.close()
-        if self._routing is not None:
-            outcome.predicted_cached_tokens = self._routing.predicted_tokens
+        if self.routing is not None:
+            outcome.predicted_cached_tokens = self.routing.predicted_tokens
         digests = [replica.decision_hash() for replica in replicas]
         outcome.decision_hash = (
             digests[0] if len(digests) == 1 else blake2b(b"".join(digests), digest_size=HASH_BYTES).digest()
         ).hex()
         outcome.counters = _sum_of([run.counters for run in outcome.schedulers])
-        if self._routing is not None:
-            for name, times in self._routing.retried.items():
+        if self.routing is not None:
+            for name, times in self.routing.retried.items():
                 outcome.counters[name] -= times
-        outcome.switches = [one for unit in self._units if unit.adapter for one in unit.adapter.selector.latest]
-        outcome.policy_note = "; ".join(dict.fromkeys(filter(None, map(self._policy_note, self._units))))
+        outcome.switches = [one for unit in self.units if unit.adapter for one in unit.adapter.selector.latest]
+        outcome.policy_note = "; ".join(dict.fromkeys(filter(None, map(self._policy_note, self.units))))
         return outcome
 
     def check_policy(self) -> None:
         """Raise ConfigError if a user policy has failed."""
         if ":" in self._setup.settings.schedule_policy:
-            for unit in self._units:
+            for unit in self.units:
                 if failure := unit.replica.scheduler.snapshot(unit.replica.now).policy_failure:
                     raise ConfigError(f"the policy {failure}")
 

@@ -46,7 +46,7 @@ class DisaggRouting(SimRouting):
 
     def leg_ended(self, index: int, now: int, computed: bool) -> None:
         """The prefill half of a request has ended: its prompt is `computed`, or its prefill engine is gone."""
-        call = self._open.get(index)
+        call = self.open_calls.get(index)
         if call is not None:
             call.router.machine.prefill_ended(call, now, computed=computed)
             self.capacity_freed = True
@@ -57,7 +57,7 @@ class DisaggRouting(SimRouting):
             for router in self._routers:
                 router.down(replica, range(0))
             return
-        for number, call in self._open.items():
+        for number, call in self.open_calls.items():
             if call.scheduler == replica and call.prefill is not None:
                 self.drop(number, now)
         super().died(replica, now)

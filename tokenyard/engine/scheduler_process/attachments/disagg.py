@@ -86,7 +86,7 @@ class DisaggConnector(Attachment):
             identity,
             timeouts,
             deliver,
-            self._request_for,
+            partial(request_for, info.vocab_size),
             first_number=FIRST_NUMBER,
             host=config.host if config.role in ("prefill", "both") else None,
             port=config.port + rank if config.port else 0,
@@ -232,33 +232,6 @@ class DisaggConnector(Attachment):
 
     # ---- serving ---------------------------------------------------------------------------------------------------
 
-    def _request_for(self, prefill: Prefill) -> Event:
-        """The event that submits what another engine wants. Raises InvalidRequestError for what makes no sense."""
-        want, vocabulary = prefill.want, self._info.vocab_size
-        if len(want.prompt) % 4:
-            raise InvalidRequestError("a prompt that is cut off")
-        ids = unpack_ids(want.prompt).astype(np.int32, copy=False)
-        want.sampling.validate()
-        named = [*want.sampling.logit_bias, *want.sampling.stop_token_ids]
-        known = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocabulary)
-        if not known or any(not 0 <= token < vocabulary for token in named) or want.sampling.n != 1:
-            raise InvalidRequestError("tokens that this model does not have")
-        request = Request(
-            number=prefill.number,
-            rid=f"for {want.key}",
-            prompt_ids=ids,
-            sampling=want.sampling,
-            text=TextOptions(),
-            arrival_ns=time.monotonic_ns(),
-            priority=want.priority,
-            service_class=want.service_class,
-            tenant=want.tenant,
-            cache_salt=want.cache_salt,
-            lora=want.lora,
-            handover=True,
-        )
-        return Submit(request)
-
     def _report_bootstrap_prefills(self, batch: TokenBatch) -> None:
         """Note how the halves ended that clients sent for prefill; to a client, a handover is the end of a token."""
         for finish in batch.finished:
@@ -328,3 +301,34 @@ def identify(config: EngineConfig, executor: Executor) -> EngineIdentity:
         pid=os.getpid(),
     )
     return EngineIdentity(hello, pages, config.disagg.secret.encode(), Probe())
+
+
+def request_for(vocabulary: int, prefill: Prefill) -> Event:
+    """The event that submits what another engine wants; vocabulary: tokens of the model.
+
+    Raises InvalidRequestError for a prompt that is cut off and for tokens that the model does not have.
+    """
+    want = prefill.want
+    if len(want.prompt) % 4:
+        raise InvalidRequestError("a prompt that is cut off")
+    ids = unpack_ids(want.prompt).astype(np.int32, copy=False)
+    want.sampling.validate()
+    named = [*want.sampling.logit_bias, *want.sampling.stop_token_ids]
+    known = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocabulary)
+    if not known or any(not 0 <= token < vocabulary for token in named) or want.sampling.n != 1:
+        raise InvalidRequestError("tokens that this model does not have")
+    request = Request(
+        number=prefill.number,
+        rid=f"for {want.key}",
+        prompt_ids=ids,
+        sampling=want.sampling,
+        text=TextOptions(),
+        arrival_ns=time.monotonic_ns(),
+        priority=want.priority,
+        service_class=want.service_class,
+        tenant=want.tenant,
+        cache_salt=want.cache_salt,
+        lora=want.lora,
+        handover=True,
+    )
+    return Submit(request)

@@ -60,8 +60,8 @@ class KvEventPublisher:
         self._rank, self._topic = rank, topic.encode()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
-        self._number = 0
-        self._kept: deque[Batch] = deque(maxlen=KEPT_BATCHES)
+        self.number = 0
+        self.kept: deque[Batch] = deque(maxlen=KEPT_BATCHES)
         self._snapshot_number = -1
         self._lock = threading.Lock()
         self._snapshot_sent = threading.Condition(self._lock)
@@ -112,8 +112,8 @@ class KvEventPublisher:
     def _send(self, events: list[Any], *, is_snapshot: bool) -> None:
         payload = self._encoder.encode([time.time(), events, self._rank])
         with self._lock:
-            number, self._number = self._number, self._number + 1
-            self._kept.append((number, payload))
+            number, self.number = self.number, self.number + 1
+            self.kept.append((number, payload))
             if is_snapshot:
                 self._snapshot_number = number
                 self._snapshot_sent.notify_all()
@@ -122,12 +122,12 @@ class KvEventPublisher:
     def _since(self, number: int, request_snapshot: Callable[[], None]) -> list[Batch]:
         """All batches from `number` on, or from a newer one that tells of the whole cache."""
         with self._lock:
-            if number < (self._kept[0][0] if self._kept else self._number) or number > self._number:
+            if number < (self.kept[0][0] if self.kept else self.number) or number > self.number:
                 before = self._snapshot_number
                 request_snapshot()
                 self._snapshot_sent.wait_for(lambda: self._snapshot_number > before, MAX_SNAPSHOT_S)
                 number = self._snapshot_number
-            return [batch for batch in self._kept if batch[0] >= number >= 0]
+            return [batch for batch in self.kept if batch[0] >= number >= 0]
 
 
 class _Replay:

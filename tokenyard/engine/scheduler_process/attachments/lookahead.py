@@ -133,12 +133,12 @@ class LookaheadClient(Attachment):
         self._adaptive_options: AdaptiveOptions | None = None
         self._selector = CandidateSelector([""])
         self._pacer: LookaheadPacer | None = None
-        self._pipe: FramePipe | None = None
+        self.pipe: FramePipe | None = None
         self._ending: list[FramePipe] = []
         self._initial_policy: SetPolicy | None = None
         self._query_sent_ns: int | None = None
         self._poll_ns = self._restart_ns = 0
-        self._pause_ns = MIN_BACKOFF_NS
+        self.pause_ns = MIN_BACKOFF_NS
         self._queries, self._failures, self._cpu_s, self._note = 0, 0, 0.0, ""
         if settings.schedule_policy == AdaptivePolicy.name:
             self.policy_changed(SetPolicy(AdaptivePolicy.name, settings.policy_options), time.monotonic_ns())
@@ -155,19 +155,19 @@ class LookaheadClient(Attachment):
         self._pacer = LookaheadPacer(adaptive_options, now)
         self._initial_policy = self._selector.begin()
         self._query_sent_ns = None
-        if self._pipe is None:
+        if self.pipe is None:
             self._start(now)
 
     def accepted(self, request: Request, now: int) -> None:
         """A request has come."""
-        if self._pipe is not None:
-            self._pipe.send(encode(RequestArrived.of(request, now, blocks=not self._settings.disable_radix_cache)))
+        if self.pipe is not None:
+            self.pipe.send(encode(RequestArrived.of(request, now, blocks=not self._settings.disable_radix_cache)))
 
     def on_output(self, batch: TokenBatch) -> None:
         """The scheduler says what became of requests."""
-        if self._pipe is not None:
+        if self.pipe is not None:
             for finish in batch.finished:
-                self._pipe.send(encode(RequestEnded.of(finish)))
+                self.pipe.send(encode(RequestEnded.of(finish)))
 
     def while_device_runs(self, now: int) -> Sequence[SetPolicy]:
         """Take what has come and ask what is to be asked; the change to make, if any."""
@@ -185,12 +185,12 @@ class LookaheadClient(Attachment):
         return () if event is None else (event,)
 
     def _exchange(self, now: int) -> SetPolicy | None:
-        if self._pipe is None:
+        if self.pipe is None:
             if now >= self._restart_ns:
                 self._start(now)
             return None
         event = None
-        for frame in self._pipe.pump():
+        for frame in self.pipe.pump():
             event = self._take(decode_reply(frame), now)
         if self._query_sent_ns is not None and now - self._query_sent_ns > STALL_NS:
             raise LookaheadError(f"it has not answered for {STALL_NS // NS_PER_S} s")
@@ -200,13 +200,13 @@ class LookaheadClient(Attachment):
         return event
 
     def _send_query(self, now: int) -> None:
-        assert self._pipe is not None
+        assert self.pipe is not None
         assert self._adaptive_options is not None
         self._queries += 1
         query = LookaheadQuery(
             self._queries, self._selector.wanted(), self._adaptive_options.horizon_s, self._core.lookahead_state(now)
         )
-        self._pipe.send(encode(query))
+        self.pipe.send(encode(query))
         self._query_sent_ns = now
 
     def _take(self, reply: LookaheadReply, now: int) -> SetPolicy | None:
@@ -220,7 +220,7 @@ class LookaheadClient(Attachment):
         event = self._selector.take(reply.scores, now)
         self._pacer.record_lookahead(self._query_sent_ns, reply.cpu_s)
         self._query_sent_ns = None
-        self._pause_ns = MIN_BACKOFF_NS
+        self.pause_ns = MIN_BACKOFF_NS
         if self._note:
             self._note = ""
             logger.info("the lookahead works again")
@@ -230,7 +230,7 @@ class LookaheadClient(Attachment):
 
     def _start(self, now: int) -> None:
         try:
-            self._pipe = FramePipe(self._command)
+            self.pipe = FramePipe(self._command)
         except OSError as error:
             self._fail(error, now)
 
@@ -238,8 +238,8 @@ class LookaheadClient(Attachment):
         """Do without it for a while."""
         self._drop()
         self._failures += 1
-        self._restart_ns = now + self._pause_ns
-        self._pause_ns = min(2 * self._pause_ns, MAX_BACKOFF_NS)
+        self._restart_ns = now + self.pause_ns
+        self.pause_ns = min(2 * self.pause_ns, MAX_BACKOFF_NS)
         if not self._note:
             logger.error(
                 "the lookahead process failed: %s; the policy stays, and the process is restarted later", error
@@ -247,10 +247,10 @@ class LookaheadClient(Attachment):
         self._note = f"the lookahead process failed: {error}"
 
     def _drop(self) -> None:
-        if self._pipe is not None:
-            self._pipe.kill()
-            self._ending.append(self._pipe)
-        self._pipe, self._query_sent_ns = None, None
+        if self.pipe is not None:
+            self.pipe.kill()
+            self._ending.append(self.pipe)
+        self.pipe, self._query_sent_ns = None, None
 
     def describe(self, now: int) -> Mapping[str, Any]:
         """What is known and was done, for people; empty while another policy was chosen."""

@@ -44,7 +44,7 @@ class PriorityUpdates(Attachment):
         self._function = function
         self._path = path
         self._core = core
-        self._clock = clock or time.monotonic_ns
+        self.clock = clock or time.monotonic_ns
         self._mistakes = ViolationCounter()
         self._attainment = SloAttainment()
         self._boosts: dict[int, int] = {}
@@ -81,8 +81,8 @@ class PriorityUpdates(Attachment):
         queue = self._new or self._round
         if not queue:
             return updates
-        system, end_ns = self._system(now), self._clock() + SLICE_NS
-        while queue and not self.failure and self._clock() < end_ns:
+        system, end_ns = self._system(now), self.clock() + SLICE_NS
+        while queue and not self.failure and self.clock() < end_ns:
             number = queue.popleft()
             boost = self._boost(number, system, now)
             if boost is not None and boost != self._boosts.get(number, 0):
@@ -101,13 +101,13 @@ class PriorityUpdates(Attachment):
         request = self._core.request_view(number, now)
         if request is None:
             return None
-        begin_ns, boost, mistake, stalled = self._clock(), None, "", False
+        begin_ns, boost, mistake, stalled = self.clock(), None, "", False
         try:
             with interrupt_after():
                 boost = to_boost(self._function(request, system))
         except BaseException as error:
             mistake, stalled = f"failed: {error!r}", isinstance(error, StalledError)
-        took_ns = self._clock() - begin_ns
+        took_ns = self.clock() - begin_ns
         if not mistake and took_ns > BUDGET_NS:
             mistake = f"took {took_ns // 1000} us for one request; {BUDGET_NS // 1000} are allowed"
         if self._mistakes.count(bool(mistake)) or stalled:
