@@ -4,12 +4,15 @@ Those that are not run are named with the reason.
 """
 
 import gzip
+import io
 import json
 import re
 import signal
+import tarfile
 
 import httpx2
 import pytest
+import zstandard
 
 from tests.e2e.servers import Server
 from tests.style.test_commands import PAGES, ROOT, commands, words_of
@@ -23,6 +26,7 @@ NOT_RUN = {
     "serve": "runs until it is stopped: tests/e2e",
     "route": "runs until it is stopped: tests/router, tests/e2e/test_fleet.py",
     "top": "runs until it is stopped: tests/server/test_top.py",
+    "bench": "needs a running server: tests/e2e/test_bench.py",
     "calibrate": "takes a minute and a model of one's own: tests/cli/test_calibrate.py",
 }
 SLOW = {"plan", "goodput"}
@@ -46,6 +50,20 @@ def block(page, beginning):
     return next(found for found in re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M) if found.startswith(beginning))
 
 
+def write_sessions(path, sessions=160):
+    """Sessions of two turns in the form of kv-cache-tester."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for place in range(sessions):
+            turns = [{"type": "n", "in": 64 * n, "out": 4, "hash_ids": list(range(n))} for n in (9, 12)]
+            session = {"id": f"s{place}", "block_size": 64, "hash_id_scope": "local", "requests": turns}
+            raw = json.dumps(session).encode()
+            info = tarfile.TarInfo(f"sessions/s{place}.json")
+            info.size = len(raw)
+            tar.addfile(info, io.BytesIO(raw))
+    path.write_bytes(zstandard.compress(archive.getvalue()))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Traces, a tape and a log of a short run of the server, and the files that the pages show."""
@@ -62,6 +80,7 @@ def folder(tmp_path_factory):
         for n in range(40):
             turn = {"timestamp": 900 * n, "input_length": 600 + 9 * n, "output_length": 5 + n % 9}
             file.write(json.dumps({**turn, "hash_ids": [n % 4, 100 + n]}) + "\n")
+    write_sessions(path / "sessions.tar.zst")
     save_profile(get_profile("cpu", "smollm2-135m"), path / "mine.json")
     tape = str(path / "hour.tape")
     server = Server("--executor", "mock", "--record", tape, "--log-requests", "--log-format", "json")

@@ -92,3 +92,48 @@ def test_offline(tmp_path, capsys):
     assert main(["bench", "offline", *flags, *mock]) == 0
     assert "Total generated tokens:                  30" in capsys.readouterr().out
     assert json.loads(out.read_text())["completed"] == 5
+
+
+def session_trace(tmp_path, sessions=5):
+    """Sessions of kv-cache-tester whose prompts grow, with a sub-agent in each."""
+    for place in range(sessions):
+        requests = [
+            {"type": "n", "in": 640, "out": 32, "hash_ids": list(range(10)), "stop": "tool_use"},
+            {
+                "type": "subagent",
+                "agent_id": "a",
+                "requests": [{"type": "n", "in": 320, "out": 16, "hash_ids": [90, 91]}],
+            },
+            {"type": "n", "in": 1280, "out": 32, "hash_ids": list(range(20)), "think_time": 1.6},
+        ]
+        session = {"id": f"s{place}", "block_size": 64, "hash_id_scope": "local", "requests": requests}
+        (tmp_path / f"s{place}.json").write_text(json.dumps(session))
+    return ["--dataset-name", "sessions", "--dataset-path", str(tmp_path), "--trace-format", "kv-cache-tester"]
+
+
+@pytest.mark.parametrize("backend", ["tokenyard", "openai"])
+def test_sessions_run_closed_loop_with_the_tokens_of_the_trace(mock_server, tmp_path, capsys, backend):
+    (tmp_path / "trace").mkdir()
+    out, trace = tmp_path / "out.jsonl", session_trace(tmp_path / "trace")
+    words = [*trace, "--backend", backend, "--concurrent-sessions", "2", "--shrink", "16", "--flush-cache"]
+    assert bench(mock_server, *words, "--output-file", str(out), "--output-details") == 0
+    numbers = json.loads(out.read_text())
+    assert (numbers["completed"], numbers["failed"]) == (15, 0)
+    assert numbers["total_input_tokens"] == 5 * (40 + 20 + 80)
+    assert numbers["total_output_tokens"] == 5 * (2 + 1 + 2)
+    figures = numbers["sessions"]
+    assert (figures["sessions"], figures["finished"], figures["turns"]) == (5, 5, 15)
+    assert figures["hit_share"] > 0.15
+    for first, agent, last in zip(*[iter(numbers["requests"])] * 3, strict=True):
+        assert agent["sent_s"] >= first["sent_s"] + first["latency_s"]
+        assert last["sent_s"] >= agent["sent_s"] + agent["latency_s"] + 0.1
+    assert "Sessions that ended:                     5 of 5" in capsys.readouterr().out
+
+
+def test_sessions_need_a_trace_that_has_some(mock_server, tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 1}) + "\n")
+    assert bench(mock_server, "--dataset-name", "sessions") == 2
+    assert "needs --dataset-path" in capsys.readouterr().err
+    assert bench(mock_server, "--dataset-name", "sessions", "--dataset-path", str(path)) == 2
+    assert "has no sessions" in capsys.readouterr().err

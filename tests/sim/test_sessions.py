@@ -255,6 +255,20 @@ def test_gaps_are_capped_and_a_rate_changes_starts_only():
     assert simulate(twice, setup()).served.all()
 
 
+def test_a_shrunk_trace_has_the_same_hits_of_smaller_prompts():
+    records = [growing("a", 3, gap_s=32.0, start_s=5.0), growing("b", 2, gap_s=800.0, start_s=37.0)]
+    whole, small = (workload_of(*records, concurrent=0, think_cap_s=80.0, shrink=factor) for factor in (1, 16))
+    assert (small.prompt_tokens * 16).tolist() == whole.prompt_tokens.tolist()
+    assert (small.sessions.reusable * 16).tolist() == whole.sessions.reusable.tolist()
+    assert small.sessions.gap_s.tolist() == [0.0, 2.0, 2.0, 0.0, 5.0]
+    assert small.sessions.start_s.tolist() == [0.0, 2.0]
+    assert "divided by 16" in small.notes[0]
+    ids = [small.content.prompt_ids(index, int(small.prompt_tokens[index])) for index in range(2)]
+    assert (ids[1][:40] == ids[0]).all()
+    with pytest.raises(ConfigError, match="a factor that divides the size of blocks"):
+        workload_of(*records, shrink=10)
+
+
 def test_the_first_requests_of_sessions_run():
     workload = workload_of(*(growing(f"s{i}", 3) for i in range(4)), concurrent=2)
     for count in (1, 4, 5, 12):

@@ -27,6 +27,7 @@ class DatasetRow:
     prompt_tokens: 0 if only the server can count them.
     arrival_s: time in the recording, None if it has none.
     extra: further fields of the request's body, sent unchanged.
+    session: the conversation that it is a turn of, sent as the header X-Session-Id; "" for none.
     """
 
     content: PromptContent
@@ -35,6 +36,7 @@ class DatasetRow:
     arrival_s: float | None = None
     service_class: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

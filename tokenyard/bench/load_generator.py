@@ -59,7 +59,7 @@ class ServerClient:
         """Send one request and read its stream to the end. An error goes into the answer's `error`."""
         answer = RequestFuncOutput(service_class=prompt.service_class, prompt_tokens=prompt.prompt_tokens)
         body = orjson.dumps(backend.body(prompt))
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"} | ({"X-Session-Id": prompt.session} if prompt.session else {})
         begin = time.perf_counter()
         try:
             async with self._session.post(self.base_url + backend.path, data=body, headers=headers) as reply:

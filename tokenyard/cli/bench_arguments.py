@@ -4,8 +4,10 @@ import argparse
 from pathlib import Path
 
 from tokenyard.cli.flags import add_setting_flags
+from tokenyard.cli.session_arguments import add_session_arguments
 
 DATASETS = ("random", "random-ids", "generated-shared-prefix", "mooncake", "jsonl")
+SESSIONS = "sessions"
 BACKENDS = ("tokenyard", "sglang", "openai", "vllm", "sglang-oai", "openai-chat", "vllm-chat", "sglang-oai-chat")
 GOODPUT = "ttft:1000,tpot:50"
 
@@ -16,7 +18,13 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     serve = kinds.add_parser("serve", help="load a running server", description="Load a running server.")
     _add_target_arguments(serve)
     _add_load_arguments(serve)
-    _add_dataset_arguments(serve)
+    _add_dataset_arguments(serve, SESSIONS)
+    add_session_arguments(serve)
+    group = serve.add_argument_group("trace of sessions")
+    group.add_argument("--trace-format", metavar="NAME", help="as of simulate [detected from its first lines]")
+    group.add_argument(
+        "--context-length", type=int, metavar="N", help="longest prompt and answer that the server takes [no limit]"
+    )
     serve.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random draws [0]")
     _add_result_arguments(serve)
     offline = kinds.add_parser(
@@ -79,10 +87,12 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--flush-cache", action="store_true", help="empty the server's prefix cache after the warm-up")
 
 
-def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_dataset_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     group = parser.add_argument_group("data set")
-    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="source of the prompts [random]")
-    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="file for mooncake and jsonl")
+    group.add_argument(
+        "--dataset-name", choices=(*DATASETS, *more), default="random", help="source of the prompts [random]"
+    )
+    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="file for mooncake, jsonl and sessions")
     group.add_argument(
         "--num-prompts", type=int, default=100, metavar="N", help="number of requests, or lines of the file [100]"
     )

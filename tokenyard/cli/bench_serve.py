@@ -19,11 +19,17 @@ from tokenyard.bench.datasets import DatasetRow
 from tokenyard.bench.load_generator import BenchResult, ServerClient, run_load
 from tokenyard.bench.report import write_bench_page
 from tokenyard.bench.results import Targets, summarize
+from tokenyard.bench.session_load import measured_sessions, run_sessions, session_lines, session_row
 from tokenyard.bench.table import append_line, remarks, serving_table
+from tokenyard.cli.bench_arguments import SESSIONS
 from tokenyard.cli.bench_prompts import make_prompts
-from tokenyard.cli.simulation_arguments import check_output
+from tokenyard.cli.simulation_arguments import check_output, session_options
+from tokenyard.cli.simulation_arguments import load_tokenizer as load_tokenizer_function
 from tokenyard.cli.terminal import command_line
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
+from tokenyard.sim.traces.detect_format import detect_format
+from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.read_options import ReadOptions
 
 
 def bench(namespace: argparse.Namespace) -> int:
@@ -44,15 +50,12 @@ async def bench_serve(args: argparse.Namespace) -> int:
         backend = await read_backend(target, args)
         tokenizer = await _tokenizer(target, args.tokenizer)
         rng = np.random.default_rng(args.seed)
-        prompts = make_prompts(args, tokenizer, rng, args.seed)
-        if args.use_trace_timestamps:
-            arrivals_s, rate = datasets.recorded_arrivals(prompts), "trace"
+        sessions: dict[str, Any] = {}
+        rate: float | str
+        if args.dataset_name == SESSIONS:
+            run, rate, sessions = await _run_sessions(target, backend, args, tokenizer, rng)
         else:
-            arrivals_s, rate = datasets.poisson_arrivals(len(prompts), args.request_rate, rng), args.request_rate
-        for prompt in prompts:
-            backend.body(prompt)  # content that the backend does not accept is refused before anything is sent
-        await _warm_up(target, backend, prompts[: args.warmup_requests], flush=args.flush_cache)
-        run = await _measure(target, backend, prompts, arrivals_s, args.max_concurrency)
+            run, rate = await _run_requests(target, backend, args, tokenizer, rng)
         served = await _served(target)
     numbers = {
         "backend": args.backend,
@@ -60,21 +63,80 @@ async def bench_serve(args: argparse.Namespace) -> int:
         "request_rate": rate,
         "max_concurrency": args.max_concurrency,
         **summarize(run, targets, tokenizer),
+        **sessions,
     }
-    print(
-        f"{args.dataset_name} at {rate} requests/s against {served['model']} on {served['device']}; targets: {targets}"
-    )
+    load = rate if sessions else f"at {rate} requests/s"
+    print(f"{args.dataset_name} {load} against {served['model']} on {served['device']}; targets: {targets}")
     print(serving_table(numbers, cache_report=args.cache_report))
     notes = remarks(run.answers, numbers)
-    for line in notes:
+    for line in (*(session_lines(numbers["sessions"]) if sessions else ()), *notes):
         print(line)
     if args.report:
-        facts = {**served, "rate": f"{rate} requests/s", "targets": f"{targets} (ms)", "seed": str(args.seed)}
+        facts = {
+            **served,
+            "rate": f"{rate}" if sessions else f"{rate} requests/s",
+            "targets": f"{targets} (ms)",
+            "seed": str(args.seed),
+        }
         write_bench_page(args.report, run, targets, numbers, facts, notes)
     if args.output_file:
         details = {"requests": [asdict(answer) for answer in run.answers]} if args.output_details else {}
         append_line(args.output_file, {**numbers, **details})
     return 0 if numbers["completed"] else 1
+
+
+async def _run_requests(
+    target: ServerClient,
+    backend: RequestBackend,
+    args: argparse.Namespace,
+    tokenizer: Tokenizer | None,
+    rng: np.random.Generator,
+) -> tuple[BenchResult, float | str]:
+    """The run of a data set of single requests, and its rate."""
+    prompts = make_prompts(args, tokenizer, rng, args.seed)
+    if args.use_trace_timestamps:
+        arrivals_s, rate = datasets.recorded_arrivals(prompts), "trace"
+    else:
+        arrivals_s, rate = datasets.poisson_arrivals(len(prompts), args.request_rate, rng), args.request_rate
+    for prompt in prompts:
+        backend.body(prompt)  # content that the backend does not accept is refused before anything is sent
+    await _warm_up(target, backend, prompts[: args.warmup_requests], flush=args.flush_cache)
+    return await _measure(target, backend, prompts, arrivals_s, args.max_concurrency), rate
+
+
+async def _run_sessions(
+    target: ServerClient,
+    backend: RequestBackend,
+    args: argparse.Namespace,
+    tokenizer: Tokenizer | None,
+    rng: np.random.Generator,
+) -> tuple[BenchResult, str, dict[str, Any]]:
+    """The run of a trace of sessions, its load in words, and its figures. Raises ConfigError for another trace."""
+    if args.dataset_path is None or tokenizer is None:
+        missing = "--dataset-path with a trace" if args.dataset_path is None else "a tokenizer; give --tokenizer"
+        raise ConfigError(f"--dataset-name {SESSIONS} needs {missing}")
+    options = ReadOptions(
+        seed=args.seed,
+        tokenize=load_tokenizer_function(Path(args.tokenizer)) if args.tokenizer else None,
+        sessions=session_options(args, args.context_length),
+        share_system_prompt=args.share_system_prompt,
+    )
+    workload = read_trace(args.dataset_path, args.trace_format or detect_format(args.dataset_path), options)
+    if workload.sessions is None:
+        raise ConfigError(f"{args.dataset_path} has no sessions; choose another --dataset-name")
+    for note in workload.notes:
+        print(f"note: {note}")
+    vocabulary = datasets.Vocabulary(tokenizer)
+    backend.body(session_row(workload, vocabulary, 0))
+    warm_up = [DatasetRow(vocabulary.ids(8, rng), 8, 1) for _ in range(args.warmup_requests)]
+    await _warm_up(target, backend, warm_up, flush=args.flush_cache)
+    with _progress() as progress:
+        task = progress.add_task("turns", total=len(workload))
+        run = await run_sessions(target, backend, workload, vocabulary, on_done=lambda: progress.advance(task))
+    starts = f"{args.concurrent_sessions} at a time" if args.concurrent_sessions else "by time"
+    if args.sessions_per_hour:
+        starts = f"{args.sessions_per_hour:g} an hour"
+    return run, f"({workload.sessions.count}, {starts})", {"sessions": measured_sessions(workload, run)}
 
 
 async def _served(target: ServerClient) -> dict[str, str]:

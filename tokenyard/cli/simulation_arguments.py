@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tokenyard.base.percent import percent
 from tokenyard.base.ranges import NumberRange
 from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.cli.kv_arguments import add_disagg_arguments, add_kv_store_arguments, disagg_settings, kv_store_settings
+from tokenyard.cli.session_arguments import add_session_arguments
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.routing.policies import POLICY_NAMES
@@ -101,42 +101,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json; required for traces that contain text"
     )
     add_session_arguments(parser)
-
-
-def add_session_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which sessions of a trace of sessions run, and when each starts."""
-    group = parser.add_argument_group("sessions", "for traces of sessions (docs/agents.md)")
-    group.add_argument(
-        "--concurrent-sessions",
-        type=int,
-        default=0,
-        metavar="N",
-        help="N sessions are active at any time: another one starts when one ends [they start at their recorded times]",
-    )
-    group.add_argument(
-        "--sessions-per-hour", type=float, default=0.0, metavar="R", help="sessions start by a Poisson process instead"
-    )
-    group.add_argument(
-        "--sessions", type=int, metavar="N", help="draw N sessions of the trace, by --seed [all, in their order]"
-    )
-    group.add_argument(
-        "--think-cap-s", type=float, default=inf, metavar="S", help="cap on the time between two turns [no cap]"
-    )
-    group.add_argument(
-        "--long-sessions",
-        choices=("skip", "cut"),
-        default="skip",
-        help="sessions that need a longer context than the model has: leave them out and count them, or cut them "
-        "before the first turn that is too long [skip]",
-    )
-    group.add_argument(
-        "--close-sessions", action="store_true", help="clients tell the engine when a session has ended [they do not]"
-    )
-    group.add_argument(
-        "--share-system-prompt",
-        action="store_true",
-        help="kv-cache-tester: sessions of the same model share the tokens of tools and system prompt",
-    )
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -304,7 +268,7 @@ def load_workload(args: argparse.Namespace, model_context: int | None = None) ->
         limit=args.limit,
         skip_bad=args.bad_lines == "skip",
         skip_unknown=args.unknown_lengths == "skip",
-        sessions=session_options(args, model_context),
+        sessions=session_options(args, _given_flags(args).get("context_length", model_context)),
         share_system_prompt=args.share_system_prompt,
     )
     found = args.trace_format or detect_format(args.trace)
@@ -322,16 +286,17 @@ def _check_sessions(args: argparse.Namespace, workload: Workload, name: str) -> 
         )
 
 
-def session_options(args: argparse.Namespace, model_context: int | None) -> SessionOptions:
-    """The choice of sessions from the arguments. A session must fit --context-length, or else `model_context`."""
+def session_options(args: argparse.Namespace, context_length: int | None) -> SessionOptions:
+    """The choice of sessions from the arguments. A session must fit `context_length`, None for no limit."""
     return SessionOptions(
         concurrent=args.concurrent_sessions,
         per_hour=args.sessions_per_hour,
         sessions=args.sessions,
         think_cap_s=args.think_cap_s,
-        context_length=_given_flags(args).get("context_length", model_context),
+        context_length=context_length,
         cut_long=args.long_sessions == "cut",
         close=args.close_sessions,
+        shrink=args.shrink,
         seed=args.seed,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array
 from tokenyard.sim.outcome import Outcome
 from tokenyard.sim.report.html_page import Picture, Row, Section, Table
-from tokenyard.sim.report.session_figures import session_figures, session_times_s
+from tokenyard.sim.report.session_figures import session_figures, turn_times
 from tokenyard.sim.report.svg_charts import Chart
 from tokenyard.sim.traces.sessions import Sessions
 
@@ -70,7 +70,8 @@ def gantt(outcome: Outcome) -> str:
     """
     sessions = outcome.workload.sessions
     assert sessions is not None
-    rows, shown = _rows(outcome, sessions)
+    turns = turn_times(outcome)
+    rows, shown = _rows(turns.starts_s, outcome, sessions)
     height = TOP + ROW * int(rows.max(initial=0) + 1) + BOTTOM
     last_s = max(outcome.sim_seconds, 1e-9)
     scale = (WIDTH - 2 * LEFT) / last_s
@@ -79,10 +80,7 @@ def gantt(outcome: Outcome) -> str:
     times.append(outcome.finished_ns / NS_PER_S)
     spans = {name: (times[place], times[place + 1]) for place, name in enumerate(("waiting", "prefill", "decode"))}
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Sessions over time" class="gantt">']
-    lasted, _ = session_times_s(outcome, sessions)
-    starts = np.full(sessions.count, np.inf)
-    np.minimum.at(starts, sessions.session, outcome.workload.arrival_s)
-    drawn = rows >= 0
+    starts, lasted, drawn = turns.starts_s, turns.ends_s - turns.starts_s, rows >= 0
     for name, colour, thick in PHASES:
         if name == "tool":
             places = TOP + ROW * (rows + 0.5)
@@ -96,12 +94,10 @@ def gantt(outcome: Outcome) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _rows(outcome: Outcome, sessions: Sessions) -> tuple[Float64Array, BoolArray]:
+def _rows(starts: Float64Array, outcome: Outcome, sessions: Sessions) -> tuple[Float64Array, BoolArray]:
     """float64[sessions], the row of each session in the order of their starts, -1 for those that are not drawn; and
     bool[n], the requests that are.
     """
-    starts = np.full(sessions.count, np.inf)
-    np.minimum.at(starts, sessions.session, outcome.workload.arrival_s)
     order = np.argsort(starts, kind="stable")
     chosen = order[np.unique(np.linspace(0, len(order) - 1, min(len(order), MAX_ROWS)).astype(np.int64))]
     rows = np.full(sessions.count, -1.0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tokenyard.base import Int32Array, Int64Array
+from tokenyard.base import ConfigError, Int32Array, Int64Array
 from tokenyard.sim.traces.conversations import Conversations, common_tokens
 from tokenyard.sim.traces.prompt_ids import STREAM_TOKENS, UNIQUE_STREAM, Content, SlicedContent, TokenContent
 from tokenyard.sim.traces.sessions import (
@@ -41,12 +41,14 @@ class SessionTrace:
 def session_workload(trace: SessionTrace, options: SessionOptions) -> Workload:
     """The workload of the sessions that `options` choose.
 
-    Raises ConfigError if none is left or their start is not known.
+    Raises ConfigError if none is left, their start is not known, or blocks cannot be shrunk as asked for.
     """
+    if options.shrink > 1:
+        trace = _shrunk(trace, options.shrink)
     chosen = choose_sessions(trace.name, trace.records, options)
     columns = _Columns()
     for place, record in enumerate(chosen.records):
-        columns.add(place, record, trace.block_tokens, options.think_cap_s)
+        columns.add(place, record, trace.block_tokens, options)
     turns = [turn for record in chosen.records for turn in record.turns]
     count = len(turns)
     base = uniform_columns(
@@ -68,6 +70,30 @@ def session_workload(trace: SessionTrace, options: SessionOptions) -> Workload:
     )
 
 
+def _shrunk(trace: SessionTrace, factor: int) -> SessionTrace:
+    """The same sessions with all lengths divided by `factor`. Raises ConfigError if blocks are not a multiple of it."""
+    if not trace.block_tokens or trace.block_tokens % factor:
+        size = f"blocks of {trace.block_tokens} tokens" if trace.block_tokens else "texts"
+        raise ConfigError(f"--shrink {factor}: {trace.name} has {size}; give a factor that divides the size of blocks")
+    records = [
+        replace(
+            record,
+            turns=[
+                replace(
+                    turn,
+                    prompt_tokens=max(turn.prompt_tokens // factor, 1),
+                    output_tokens=max(turn.output_tokens // factor, 1),
+                    shared=tuple((name, tokens // factor) for name, tokens in turn.shared),
+                )
+                for turn in record.turns
+            ],
+        )
+        for record in trace.records
+    ]
+    remarks = (*trace.remarks, f"all lengths and gaps are divided by {factor}")
+    return replace(trace, records=records, block_tokens=trace.block_tokens // factor, remarks=remarks)
+
+
 @dataclass(slots=True)
 class _Columns:
     """Collects the columns of `Sessions`, session by session."""
@@ -82,7 +108,7 @@ class _Columns:
     offsets: list[int] = field(default_factory=lambda: [0])
     reusable: list[int] = field(default_factory=list)
 
-    def add(self, place: int, record: SessionRecord, block_tokens: int, think_cap_s: float) -> None:
+    def add(self, place: int, record: SessionRecord, block_tokens: int, options: SessionOptions) -> None:
         """Add session number `place`."""
         first, latest, turns = len(self.turn), dict[str, int](), dict[str, int]()
         for index, turn in enumerate(record.turns):
@@ -95,7 +121,8 @@ class _Columns:
             self.turn.append(turns.get(turn.agent, 0))
             self.session.append(place)
             self.tool.append(turn.tool)
-            self.gap_s.append(min(turn.gap_s, think_cap_s) if turn.after else turn.gap_s)
+            gap_s = min(turn.gap_s, options.think_cap_s) if turn.after else turn.gap_s
+            self.gap_s.append(gap_s / options.shrink)
             self.after += [first + one for one in turn.after]
             self.offsets.append(len(self.after))
             turns[turn.agent], latest[turn.agent] = self.turn[-1] + 1, index

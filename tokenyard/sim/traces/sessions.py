@@ -98,6 +98,9 @@ class SessionOptions:
     """Cut a session before its first turn that is longer than that, instead of leaving it out."""
     close: bool = False
     """Clients tell the engine when a session has ended."""
+    shrink: int = 1
+    """Divide all lengths, gaps and recorded starts by this, for a smaller model than the recorded one. The context
+    length is that of the smaller model; `think_cap_s` applies to recorded gaps."""
     seed: int = 0
     """Of the draws."""
 
@@ -107,6 +110,7 @@ class SessionOptions:
             (self.concurrent >= 0, f"--concurrent-sessions is {self.concurrent}; it must be at least 1"),
             (self.per_hour >= 0.0, f"--sessions-per-hour is {self.per_hour}; it must be above 0"),
             (self.sessions is None or self.sessions >= 1, f"--sessions is {self.sessions}; it must be at least 1"),
+            (self.shrink >= 1, f"--shrink is {self.shrink}; it must be at least 1"),
             (self.think_cap_s >= 0.0, f"--think-cap-s is {self.think_cap_s}; it must be at least 0"),
             (
                 not (self.concurrent and self.per_hour),
@@ -238,7 +242,7 @@ def choose_sessions(name: str, records: Sequence[SessionRecord], options: Sessio
     if options.concurrent:
         starts = np.full(count, nan)
         first = min(options.concurrent, count)
-        starts[:first] = np.sort(rng.uniform(0.0, RAMP_S, first))
+        starts[:first] = np.sort(rng.uniform(0.0, RAMP_S / options.shrink, first))
         return ChosenSessions(fitting, starts, remarks)
     if options.per_hour:
         times = np.cumsum(rng.exponential(S_PER_HOUR / options.per_hour, count))
@@ -249,7 +253,7 @@ def choose_sessions(name: str, records: Sequence[SessionRecord], options: Sessio
         )
     fitting.sort(key=lambda record: record.start_s or 0.0)
     recorded = np.array([record.start_s for record in fitting], np.float64)
-    return ChosenSessions(fitting, recorded - recorded[0], remarks)
+    return ChosenSessions(fitting, (recorded - recorded[0]) / options.shrink, remarks)
 
 
 def _fitting(records: Sequence[SessionRecord], options: SessionOptions) -> tuple[list[SessionRecord], list[str]]:
