@@ -367,7 +367,7 @@ class KvStoreConnector(Attachment):
         self._changed.notify_all()
 
     def _may_copy(self, operation: Operation) -> bool:
-        """Begin a copy from or to pages, unless the op was cancelled. `_copied` ends it."""
+        """Begin a copy from or to pages, unless the op was cancelled. The caller resets `copying` when it has ended."""
         with self._changed:
             operation.copying = not operation.cancelled
             return operation.copying
