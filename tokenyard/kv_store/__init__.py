@@ -1,1 +1,1 @@
-"""The KV store: blocks on disk, in host memory, and shared by several engines."""
+"""The KV store (SGLang's HiCache): blocks on disk, in host memory, and shared by several engines."""

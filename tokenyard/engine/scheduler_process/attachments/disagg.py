@@ -1,7 +1,7 @@
 """PD disaggregation in a scheduler process: which prompts other engines compute, and which this one does.
 
-It connects the event loop to the thread of `disagg.transfer_manager`. The loop passes requests, output and KV moves;
-results enter the scheduler as events.
+It is what vLLM calls a KVConnector: it connects the event loop to the thread of `disagg.transfer_manager`. The loop
+passes requests, output and KV moves; results enter the scheduler as events.
 """
 
 import os

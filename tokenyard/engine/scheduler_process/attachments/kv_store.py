@@ -1,4 +1,4 @@
-"""The KV store of a scheduler process: threads that look for, load and store what `kv_store.machine` decides.
+"""The KV store (HiCache) of a scheduler process: threads that look for, load and store what `kv_store.machine` decides.
 
 One thread gathers KV from the pool, one writes it to the `BlockStore`, others read. A lock guards the machine and the
 state of its operations. No thread holds it during a copy or while a store is busy, so the event loop waits for neither.
