@@ -99,6 +99,7 @@ def nothing_left(server: Server) -> None:
     wait_until(empty)
 
 
+@pytest.mark.slow
 def test_prompts_are_computed_there_and_the_answer_is_the_same(engines):
     p, d = engines
     before = disagg_state(d).get("transferred", 0)
@@ -112,6 +113,7 @@ def test_prompts_are_computed_there_and_the_answer_is_the_same(engines):
         nothing_left(server)
 
 
+@pytest.mark.slow
 def test_halves_of_a_request_meet_by_their_bootstrap_room(engines):
     p, d = engines
     host, port = disagg_state(p)["address"].split(":")
