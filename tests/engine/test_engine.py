@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.engine.engines import mock_config, one_for_many
+from tests.engine.readers import TakingReader
 from tokenyard.base import (
     ConfigError,
     EngineDeadError,
@@ -102,12 +103,12 @@ def test_a_stalled_process_gets_what_it_missed_in_one_piece(in_engine):
         whole = await collect(manager, spec(stream=False, **options))
         read = []
 
-        async def reader(delta):
+        def take(delta):
             if not read:
                 time.sleep(0.15)
             read.append(delta)
 
-        await manager.feed(spec(**options), reader, read.append)
+        await manager.feed(spec(**options), TakingReader(take), read.append)
         for index in range(2):
             (expected,) = [delta for delta in whole if delta.index == index]
             deltas = [delta for delta in read if delta.index == index]
@@ -126,9 +127,7 @@ def test_a_client_that_leaves_is_followed_to_the_end(in_engine):
     async def work(manager):
         read, ends = [], asyncio.Queue()
 
-        async def reader(delta):
-            read.append(delta)
-
+        reader = TakingReader(read.append)
         feeding = asyncio.create_task(manager.feed(spec(n=2, tokens=2000), reader, ends.put_nowait))
         while len(read) < 10:
             await asyncio.sleep(0.01)
@@ -148,10 +147,11 @@ def test_a_client_that_leaves_before_its_last_token_is_written_gets_the_end(in_e
         read, ends = [], []
         finished = (await manager.snapshot())["counters"]["finished"]
 
-        async def reader(delta):
+        def take(delta):
             read.append(delta)
-            await asyncio.Event().wait()  # the client takes nothing
+            reader.free.clear()  # the client takes nothing more
 
+        reader = TakingReader(take)
         feeding = asyncio.create_task(manager.feed(spec(tokens=30), reader, ends.append))
 
         async def ended():

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine import slow_to_load
 from tests.engine.engines import mock_config
+from tests.engine.readers import TakingReader
 from tests.engine.test_engine import FOR_EVER, spec, titled, until
 from tokenyard.base import LogprobOptions
 from tokenyard.engine.frontend import failover
@@ -311,7 +312,7 @@ def test_a_request_that_ends_its_scheduler_again_and_again_ends_with_an_error(mo
         async with running_engine(engine()) as manager:
             ended = []
             gone = asyncio.create_task(
-                manager.feed(spec(tokens=FOR_EVER), lambda delta: asyncio.sleep(0), ended.append)
+                manager.feed(spec(tokens=FOR_EVER), TakingReader(lambda delta: None), ended.append)
             )
             broken = Reading(manager, spec(tokens=FOR_EVER))
             for tokens in (5, 60):
@@ -334,10 +335,8 @@ def test_a_client_that_leaves_while_nothing_runs_gets_the_end():
         async with running_engine(engine()) as manager:
             ended = asyncio.Queue()
 
-            async def reader(delta):
-                read.append(delta)
-
             read = []
+            reader = TakingReader(read.append)
             feeding = asyncio.create_task(manager.feed(spec(tokens=FOR_EVER), reader, ended.put_nowait))
             await until(lambda: asyncio.sleep(0, len(read) > 5))
             await kill_and_wait(manager)

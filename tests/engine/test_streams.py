@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.engine.readers import TakingReader
 from tokenyard.base import EngineDeadError, Finish, OverloadedError, Request, SamplingParams, TokenLogprobs
 from tokenyard.engine.frontend import streams
 from tokenyard.engine.frontend.scheduler_client import SchedulerClient
@@ -160,10 +161,10 @@ def test_a_reader_that_keeps_up_gets_every_message_by_itself():
         table, (stream,) = opened(1)
         read = []
 
-        async def reader(delta):
+        def take(delta):
             read.append((delta.text, delta.token_ids, delta.completion_tokens))
 
-        feeding = asyncio.create_task(stream.feed(reader))
+        feeding = asyncio.create_task(stream.feed(TakingReader(take)))
         await asyncio.sleep(0)
         for message in letters(1, "abc"):
             await table.deliver([message])
@@ -177,22 +178,22 @@ def test_a_reader_that_keeps_up_gets_every_message_by_itself():
 def test_a_reader_that_has_to_wait_gets_the_rest_in_order_and_in_one_piece(stuck_at):
     async def main():
         table, (stream,) = opened(1)
-        read, free = [], asyncio.Event()
+        read = []
 
-        async def reader(delta):
-            if delta.text == stuck_at:
-                await asyncio.sleep(0)
-                await free.wait()
+        def take(delta):
             read.append((delta.text, delta.token_ids))
+            if delta.text == stuck_at:
+                reader.free.clear()
 
+        reader = TakingReader(take)
         feeding = asyncio.create_task(stream.feed(reader))
         await asyncio.sleep(0)
         for message in letters(1, "abcdef"):
             await table.deliver([message])
             await asyncio.sleep(0)
         place = "abcdef".index(stuck_at)
-        assert [text for text, _ in read] == list("abcdef"[:place])
-        free.set()
+        assert [text for text, _ in read] == list("abcdef"[: place + 1])
+        reader.free.set()
         await feeding
         rest = "abcdef"[place + 1 :]
         assert [text for text, _ in read[place:]] == [stuck_at, *filter(None, [rest])]
@@ -206,13 +207,11 @@ def test_the_fault_of_a_reader_is_its_own():
         table, (bad, good) = opened(1, 1)
         read = []
 
-        async def fail(delta):
+        def fail(delta):
             raise ValueError(delta.text)
 
-        async def reader(delta):
-            read.append(delta.text)
-
-        feeding = [asyncio.create_task(bad.feed(fail)), asyncio.create_task(good.feed(reader))]
+        readers = [TakingReader(fail), TakingReader(lambda delta: read.append(delta.text))]
+        feeding = [asyncio.create_task(bad.feed(readers[0])), asyncio.create_task(good.feed(readers[1]))]
         await asyncio.sleep(0)
         assert await table.deliver([batch([1, 2], finished=[Finish(2, "length")])]) == []
         with pytest.raises(ValueError, match="x"):
@@ -223,17 +222,16 @@ def test_the_fault_of_a_reader_is_its_own():
     asyncio.run(main())
 
 
-def test_a_reader_that_is_cancelled_where_it_waits_cleans_up_and_reads_no_more():
+def test_a_reader_that_is_cancelled_where_it_waits_reads_no_more():
     async def main():
         table, (stream,) = opened(1)
         reported = []
 
-        async def reader(delta):
-            try:
-                await asyncio.Event().wait()
-            finally:
-                reported.append(delta.text)
+        def take(delta):
+            reported.append(delta.text)
+            reader.free.clear()
 
+        reader = TakingReader(take)
         feeding = asyncio.create_task(stream.feed(reader))
         await asyncio.sleep(0)
         await table.deliver([batch([1], text="a")])
@@ -286,10 +284,7 @@ def test_a_waiting_reader_gets_the_end_of_the_engine():
     async def main():
         table, (stream,) = opened(1)
 
-        async def reader(delta):
-            raise AssertionError("there is nothing to read")
-
-        waiting = asyncio.create_task(stream.feed(reader))
+        waiting = asyncio.create_task(stream.feed(TakingReader(pytest.fail)))
         await asyncio.sleep(0)
         table.fail_all(EngineDeadError("gone"))
         with pytest.raises(EngineDeadError, match="gone"):

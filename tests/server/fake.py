@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,14 @@ class FakeGenerator:
         return await prompts.ids(text, add_special_tokens, allow_too_long=allow_too_long)
 
     async def feed(self, spec: GenerateReqInput, reader: Reader, ended: Ended) -> None:
+        async def give(piece: OutputDelta) -> None:
+            reader.write(piece)
+            while reader.slow:
+                await reader.drain()
+
+        await self._feed(spec, give)
+
+    async def _feed(self, spec: GenerateReqInput, reader: Callable[[OutputDelta], Awaitable[None]]) -> None:
         if spec.rank is not None and spec.rank >= self.ranks:
             raise InvalidRequestError(f"there is no rank {spec.rank}", param="data_parallel_rank", code="unknown_rank")
         self.specs.append(spec)
@@ -136,7 +145,7 @@ class FakeGenerator:
             self.closed.append(spec.rid)
             raise
 
-    async def _pool(self, spec: GenerateReqInput, reader: Reader) -> None:
+    async def _pool(self, spec: GenerateReqInput, reader: Callable[[OutputDelta], Awaitable[None]]) -> None:
         """The vector of a prompt: how often it has the words number 1, 2, 3 and 4."""
         given = spec.input_ids if spec.input_ids is not None else await self.tokenize(spec.text or "", True)
         counts = np.array([sum(int(token) == word for token in given) for word in range(1, 5)], np.float32)

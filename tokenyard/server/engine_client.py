@@ -85,7 +85,7 @@ class GenerateClient(Protocol):
         """The prompt for a conversation; `options` are those of `ChatTemplate.render`. Raises InvalidRequestError."""
 
     async def feed(self, spec: GenerateReqInput, reader: Reader, ended: Ended) -> None:
-        """Answer one request: call `reader` with each delta, and `ended` with ends that the reader does not get.
+        """Answer one request: write each delta to `reader`, and call `ended` with ends that the reader does not get.
 
         Cancelling it cancels the request. Raises InvalidRequestError for a wrong spec, and what `reader` raises.
         """

@@ -3,10 +3,9 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import coroutine
-from typing import Any
+from typing import Protocol
 
 from tokenyard.base import NS_PER_S, Finish, OverloadedError, Request, TokenLogprobs, TokenyardError
 from tokenyard.engine.frontend.io_struct import OutputDelta
@@ -14,12 +13,25 @@ from tokenyard.engine.frontend.scheduler_client import SchedulerClient
 from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.routing.balance import Assignment
 
-Reader = Callable[[OutputDelta], Coroutine[Any, Any, None]]
 Ended = Callable[[OutputDelta], None]
 """Called with the end of an answer whose reader is gone."""
 
 MAX_PENDING_TOKENS = 4096
 STREAMS_AT_ONCE = 32
+
+
+class Reader(Protocol):
+    """Takes the deltas of a stream as asyncio's `StreamWriter` takes bytes: `write`, then `drain` where it is slow."""
+
+    def write(self, delta: OutputDelta) -> None:
+        """Take a delta, without waiting."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether `drain` is needed before the next `write`. Deltas are merged meanwhile."""
+
+    async def drain(self) -> None:
+        """Wait for the client."""
 
 
 class Stream:
@@ -60,7 +72,6 @@ class Stream:
         self._pending: dict[int, OutputDelta] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._reader: Reader | None = None
-        self._rest: Awaitable[None] | None = None
 
     @property
     def numbers(self) -> list[int]:
@@ -157,70 +168,45 @@ class Stream:
         await self._waiter
 
     async def feed(self, reader: Reader) -> None:
-        """Give each delta to `reader` until the last answer ends. Raises the error of a failed stream, or the reader's.
+        """Write each delta to `reader` until the last answer ends. Raises the error of a failed stream or reader.
 
-        As long as the reader need not wait, it runs where the output arrives, which saves a task switch for each.
+        `wake` writes where the output arrives, which saves a task switch for each delta. This task waits until the
+        reader is slow, fails or has all.
         """
         try:
             while True:
-                if (delta := self.take()) is not None:
-                    await reader(delta)
-                elif not self.open_answers:
+                while (delta := self.take()) is not None:
+                    reader.write(delta)
+                    while reader.slow:
+                        await reader.drain()
+                if not self.open_answers:
                     return
-                else:
-                    self._reader = reader
-                    await self.arrival()
-                    if self._rest is not None:
-                        rest, self._rest = self._rest, None
-                        await rest
+                self._reader = reader
+                await self.arrival()
+                self._reader = None
+                while reader.slow:
+                    await reader.drain()
         finally:
             self._reader = None
 
     def wake(self) -> None:
-        """Let the reader take what there is."""
-        if self._reader is not None:
-            self._read(self._reader)
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _read(self, reader: Reader) -> None:
-        """Run the reader on what there is; hand over to its task where it has to wait, fails or is done."""
-        try:
-            while self._rest is None and (delta := self.take()) is not None:
-                self._rest = begin(reader(delta))
-        except Exception as error:
-            self._hand_over(error)
-        if self._rest is not None or not self.open_answers:
-            self._hand_over(None)
-
-    def _hand_over(self, error: Exception | None) -> None:
-        self._reader = None
+        """Write what there is, or let the task that waits for it take it."""
+        error, slow = None, False
+        if (reader := self._reader) is not None:
+            try:
+                while not slow and (delta := self.take()) is not None:
+                    reader.write(delta)
+                    slow = reader.slow
+            except Exception as failure:
+                error = failure
+            if error is None and not slow and self.open_answers:
+                return
         if self._waiter is None or self._waiter.done():
             return
         if error is None:
             self._waiter.set_result(None)
         else:
             self._waiter.set_exception(error)
-
-
-def begin(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
-    """Run a coroutine up to where it first waits; return what is left of it, None if it came to its end."""
-    try:
-        awaited = work.send(None)
-    except StopIteration:
-        return None
-    return _remaining(work, awaited)
-
-
-@coroutine
-def _remaining(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
-    """Go on with a coroutine that waits for `awaited`."""
-    try:
-        yield awaited
-    except BaseException:
-        work.close()
-        raise
-    yield from work.__await__()
 
 
 class StreamTable:

@@ -125,7 +125,7 @@ class TokenizerManager:
             self._close_stream(stream)
 
     async def feed(self, spec: GenerateReqInput, reader: Reader, ended: Ended) -> None:
-        """Answer one request as `generate` does, and give each delta to `reader`, which must not wait for long.
+        """Answer one request as `generate` does, and write each delta to `reader`.
 
         If the reader leaves or is too slow, `ended` is called with the end of each answer that it has not seen.
         """

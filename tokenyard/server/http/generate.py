@@ -2,13 +2,14 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenyard.base import Finish, TokenLogprobs
 from tokenyard.engine.frontend.input_processor import level_name
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.engine.frontend.streams import Reader
 from tokenyard.server.engine_client import GenerateClient
 from tokenyard.server.http.errors import failure
 from tokenyard.server.http.streaming import HttpResponse
@@ -18,7 +19,7 @@ from tokenyard.server.state import ServerState
 
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
 
-OnDelta = Callable[[int, OutputDelta], Coroutine[Any, Any, None]]
+OnDelta = Callable[[int, OutputDelta], None]
 """Called with (index of the spec, delta)."""
 
 
@@ -103,48 +104,53 @@ def stage_times(finish: Finish, spec: GenerateReqInput) -> dict[str, Any]:
     }
 
 
-def run(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnDelta) -> Coroutine[Any, Any, None]:
-    """Run `specs` concurrently; `take` is called with (index of the spec, delta).
+class AnswerReader(Reader):
+    """Takes the deltas of one spec: shows them to metrics, log and traces, and passes them on to what writes them.
+
+    It is slow while the client of the response is.
+    """
+
+    def __init__(self, call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
+        self._reply, self._place, self._take = call.reply, place, take
+        self._watchers = call.state.watchers(spec, call.headers)
+
+    def write(self, delta: OutputDelta) -> None:
+        """Take a delta. Raises the error of a request that was refused or failed."""
+        for watcher in self._watchers:
+            watcher.delta(delta)
+        if delta.finish is not None:
+            error = failure(delta.finish)
+            if error is not None:
+                raise error
+        self._take(self._place, delta)
+
+    def see(self, delta: OutputDelta) -> None:
+        """Take a delta whose client is gone."""
+        for watcher in self._watchers:
+            watcher.delta(delta)
+
+    @property
+    def slow(self) -> bool:
+        """Whether the response waits for its client."""
+        return self._reply.slow
+
+    async def drain(self) -> None:
+        """Wait for the client."""
+        await self._reply.drain()
+
+
+async def run(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnDelta) -> None:
+    """Run `specs` concurrently; `take` is called with (index of the spec, delta). The first error ends all specs.
 
     Raises what the engine and `take` raise, and the error of a request that was refused or failed.
     """
-    return _one(call, specs[0], 0, take) if len(specs) == 1 else _many(call, specs, take)
-
-
-async def _one(call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
-    """Run one spec, with metrics, log and traces."""
-    state = call.state
-    spec.rid = spec.rid or uuid.uuid4().hex
-    with state.open_request(spec.rid):
-        watchers = state.watchers(spec, call.headers)
-
-        def see(delta: OutputDelta) -> None:
-            for watcher in watchers:
-                watcher.delta(delta)
-
-        def watch(delta: OutputDelta) -> Coroutine[Any, Any, None]:
-            see(delta)
-            if delta.finish is not None:
-                error = failure(delta.finish)
-                if error is not None:
-                    raise error
-            return take(place, delta)
-
-        await call.manager.feed(spec, watch, see)
-
-
-async def _many(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnDelta) -> None:
-    """Run several specs concurrently. Calls of `take` do not overlap; the first error ends all specs."""
-    turn = asyncio.Lock()
-
-    async def take_in_turn(place: int, delta: OutputDelta) -> None:
-        async with turn:
-            await take(place, delta)
-
+    if len(specs) == 1:
+        await _run_one(call, specs[0], 0, take)
+        return
     tasks: list[asyncio.Task[None]] = []
     try:
         for place, spec in enumerate(specs):
-            tasks.append(asyncio.ensure_future(_one(call, spec, place, take_in_turn)))
+            tasks.append(asyncio.ensure_future(_run_one(call, spec, place, take)))
             # Starting a request may tokenize a short text; let the event loop serve others in between.
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
@@ -154,11 +160,18 @@ async def _many(call: RequestContext, specs: Sequence[GenerateReqInput], take: O
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _run_one(call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
+    spec.rid = spec.rid or uuid.uuid4().hex
+    with call.state.open_request(spec.rid):
+        reader = AnswerReader(call, spec, place, take)
+        await call.manager.feed(spec, reader, reader.see)
+
+
 async def collect(call: RequestContext, specs: Sequence[GenerateReqInput], n: int) -> list[CompletionOutput]:
     """All answers in full: the n of the first spec, then the n of the second, and so on."""
     answers = [CompletionOutput() for _ in range(len(specs) * n)]
 
-    async def take(place: int, delta: OutputDelta) -> None:
+    def take(place: int, delta: OutputDelta) -> None:
         answers[place * n + delta.index].add(delta, keep=True)
 
     await run(call, specs, take)

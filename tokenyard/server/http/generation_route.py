@@ -9,6 +9,7 @@ from tokenyard.server.http.dialects import dialect_of
 from tokenyard.server.http.errors import check_encoding, internal_error
 from tokenyard.server.http.generate import RequestContext
 from tokenyard.server.http.streaming import (
+    DIRECT,
     ClientGoneError,
     HttpResponse,
     Receive,
@@ -35,7 +36,8 @@ class GenerationRoute:
         """Answer one request."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         request_id = headers.get("x-request-id")
-        reply = HttpResponse(send, {"x-request-id": request_id} if request_id else None, dialect_of(scope["path"]))
+        same_id = {"x-request-id": request_id} if request_id else None
+        reply = HttpResponse(send, same_id, dialect_of(scope["path"]), scope.get(DIRECT))
         try:
             check_encoding(headers.get("content-encoding", ""))
             body = await read_body(receive, self._state.options.max_body_bytes)

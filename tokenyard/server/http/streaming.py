@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -27,13 +27,60 @@ class ClientGoneError(Exception):
     """The client disconnected before its request was read."""
 
 
-class HttpResponse:
-    """One HTTP response over ASGI: a whole body or a stream of events. `started`: whether its first byte was sent."""
+DIRECT = "tokenyard.direct"
+"""The name in a connection's scope of its `DirectWriter`."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str] | None = None, dialect: Dialect = OPENAI) -> None:
+
+class FlowControl(Protocol):
+    """What `DirectWriter` needs of uvicorn's class of this name."""
+
+    write_paused: bool
+
+    async def drain(self) -> None:
+        """Wait until the transport takes more."""
+
+
+class DirectWriter:
+    """Writes pieces of a chunked response to a connection's transport, which ASGI's `send` can do from a task alone."""
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport, self._flow = transport, flow
+
+    def write(self, data: bytes) -> None:
+        """Write one chunk. The response's headers were sent."""
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    @property
+    def slow(self) -> bool:
+        """Whether the transport has more than it wants to keep."""
+        return self._flow.write_paused and not self._transport.is_closing()
+
+    async def drain(self) -> None:
+        """Wait until it has less."""
+        await self._flow.drain()
+
+
+class HttpResponse:
+    """One HTTP response over ASGI: a whole body, or a stream that is written by `write` and `drain`.
+
+    direct: writes to the connection; None where the ASGI server offers only `send`, so that `drain` sends all.
+    started: whether its first byte was sent.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        headers: Mapping[str, str] | None = None,
+        dialect: Dialect = OPENAI,
+        direct: DirectWriter | None = None,
+    ) -> None:
         self._send = send
         self._dialect = dialect
         self._headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+        self._direct = direct
+        self._kept: list[bytes] = []
+        self._sending = asyncio.Lock()
         self.started = False
 
     async def whole(self, body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
@@ -45,30 +92,52 @@ class HttpResponse:
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
         await self._send({"type": "http.response.body", "body": body})
 
-    def event(self, data: bytes) -> Awaitable[None]:
-        """Send the bytes of an event; the first call sends the headers first."""
-        body = {"type": "http.response.body", "body": data, "more_body": True}
-        return self._send(body) if self.started else self._open(body)
+    def write(self, data: bytes) -> None:
+        """Write events of a stream, without waiting."""
+        if self._direct is not None and self.started and not self._kept:
+            self._direct.write(data)
+        else:
+            self._kept.append(data)
 
-    async def _open(self, body: Message) -> None:
-        """Send the headers of a stream and its first bytes."""
-        self.started = True
-        fields = [(b"content-type", self._dialect.content_type), *_STREAM_HEADERS, *self._headers]
-        await self._send({"type": "http.response.start", "status": 200, "headers": fields})
-        await self._send(body)
+    @property
+    def slow(self) -> bool:
+        """Whether `drain` is needed before the next `write`."""
+        return bool(self._kept) or (self._direct is not None and self._direct.slow)
+
+    async def drain(self) -> None:
+        """Send what could not be written at once, after the headers, and wait for a slow client."""
+        async with self._sending:
+            if not self.started:
+                self.started = True
+                fields = [(b"content-type", self._dialect.content_type), *_STREAM_HEADERS, *self._headers]
+                await self._send({"type": "http.response.start", "status": 200, "headers": fields})
+            while count := len(self._kept):
+                # What is written meanwhile goes behind it.
+                await self._send({"type": "http.response.body", "body": b"".join(self._kept), "more_body": True})
+                del self._kept[:count]
+        if self._direct is not None:
+            await self._direct.drain()
+
+    async def event(self, data: bytes) -> None:
+        """Write an event and wait for the client."""
+        self.write(data)
+        await self.drain()
 
     async def end(self) -> None:
         """Close a stream."""
+        if self._kept:
+            await self.drain()
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: TokenyardError) -> None:
         """Respond with an error; in a stream that has started, as its last event."""
         body = self._dialect.error(error)
         if not self.started:
+            self._kept = []
             status = outcome_of(error).status
             await self.whole(body, status=status, headers=error_headers(status))
             return
-        await self.event(self._dialect.last(body))
+        self.write(self._dialect.last(body))
         await self.end()
 
 

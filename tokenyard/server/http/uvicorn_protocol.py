@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tokenyard.server.http.api_keys import OPEN_PATHS
 from tokenyard.server.http.connections import MIN_BODY_BYTES_PER_S, ConnectionLimits
 from tokenyard.server.http.errors import HttpError, error_body, error_headers, outcome_of
-from tokenyard.server.http.streaming import HttpResponse, Receive, Scope, Send
+from tokenyard.server.http.streaming import DIRECT, DirectWriter, HttpResponse, Receive, Scope, Send
 
 MAX_HEADER_BYTES = 65536
 LINGER_S = 2.0
@@ -71,6 +71,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._enter("head")
         self._head_bytes = 0
         super().on_message_begin()
+        self.scope[DIRECT] = DirectWriter(self.transport, self.flow)  # type: ignore[literal-required]
 
     def on_url(self, url: bytes) -> None:
         """Process a part of the URL."""

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
 from tokenyard.base.version import __version__
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.engine.frontend.streams import Reader
 from tokenyard.server.engine_client import LoraAdapterView
 from tokenyard.server.http.errors import check_encoding
 from tokenyard.server.http.streaming import read_body
@@ -124,12 +125,20 @@ async def cache(state: State) -> dict[str, Any]:
 async def health_generate(state: State) -> Response:
     """200 once a token was generated through the whole engine."""
     spec = GenerateReqInput(input_ids=[0], sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
-    await state.admit().feed(spec, _ignore, lambda delta: None)
+    await state.admit().feed(spec, _Discard(), lambda delta: None)
     return Response(status_code=200)
 
 
-async def _ignore(delta: OutputDelta) -> None:
-    """Take in an answer that only has to come."""
+class _Discard(Reader):
+    """Takes an answer that only has to come."""
+
+    slow = False
+
+    def write(self, delta: OutputDelta) -> None:
+        """Drop it."""
+
+    async def drain(self) -> None:
+        """Return at once."""
 
 
 @router.get("/v1/models")

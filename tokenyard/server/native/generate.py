@@ -223,7 +223,7 @@ async def _stream(call: RequestContext, job: PreparedNativeRequest) -> None:
             answer.token_ids = list(spec.output_ids if spec.output_ids is not None else ())
     several = job.batch or job.n > 1
 
-    async def take(place: int, delta: OutputDelta) -> None:
+    def take(place: int, delta: OutputDelta) -> None:
         index = place * stride + delta.index
         if job.begun:
             answers[index].text = answers[index].text or delta.said
@@ -231,10 +231,10 @@ async def _stream(call: RequestContext, job: PreparedNativeRequest) -> None:
         result = _result(call, job, index, answers[index])
         if several:
             result["index"] = index
-        await call.reply.event(b"data: " + orjson.dumps(result) + b"\n\n")
+        call.reply.write(b"data: " + orjson.dumps(result) + b"\n\n")
 
     await run(call, job.specs, take)
-    await call.reply.event(DONE)
+    call.reply.write(DONE)
     await call.reply.end()
 
 

@@ -307,7 +307,7 @@ async def write_answer(call: RequestContext, job: PreparedRequest, writer: Answe
     stream, token_ids = bool(job.body.stream), list[int]()
     begun = bool(job.body.output_ids)
 
-    async def take(_: int, delta: OutputDelta) -> None:
+    def take(_: int, delta: OutputDelta) -> None:
         nonlocal begun
         if answer.reader is None and job.reading is not None:
             answer.reader = job.reading.reader()
@@ -319,7 +319,7 @@ async def write_answer(call: RequestContext, job: PreparedRequest, writer: Answe
         if job.want_token_ids:
             token_ids.extend(delta.token_ids)
         if data and stream:
-            await call.reply.event(with_token_ids(data, token_ids) if job.want_token_ids else data)
+            call.reply.write(with_token_ids(data, token_ids) if job.want_token_ids else data)
             token_ids.clear()
 
     await run(call, job.specs, take)
@@ -423,7 +423,7 @@ async def _stream(call: RequestContext, job: PreparedRequest) -> None:
     special = job.want_logprobs or job.want_token_ids
     left = len(answers)
 
-    async def take(place: int, delta: OutputDelta) -> None:
+    def take(place: int, delta: OutputDelta) -> None:
         nonlocal left
         index = place * stride + delta.index
         writer, opening = writers[index], b""
@@ -445,7 +445,7 @@ async def _stream(call: RequestContext, job: PreparedRequest) -> None:
         if not left:
             chunk += _closing(job, answers)
         if opening or chunk:
-            await call.reply.event(opening + chunk)
+            call.reply.write(opening + chunk)
 
     await run(call, job.specs, take)
     await call.reply.end()
