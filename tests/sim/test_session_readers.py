@@ -11,8 +11,7 @@ from tests.sim.test_traces import shared, words, write_lines
 from tokenyard.base import ConfigError
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import simulate
-from tokenyard.sim.traces.detect_format import detect_format
-from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.formats import detect_format, read_trace
 from tokenyard.sim.traces.read_options import ReadOptions
 
 CACHED = {"disable_radix_cache": False, "page_size": 16}

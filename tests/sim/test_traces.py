@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tokenyard.base import ConfigError, Slo
-from tokenyard.sim.traces.detect_format import detect_format
-from tokenyard.sim.traces.formats import TRACE_FORMATS, read_trace
+from tokenyard.sim.traces.formats import FORMATS, TRACE_FORMATS, detect_format, read_trace
 from tokenyard.sim.traces.prompt_ids import TokenContent, UniqueContent
 from tokenyard.sim.traces.read_options import ReadOptions
 from tokenyard.sim.traces.synthetic import synthetic
@@ -561,6 +560,7 @@ def test_a_client_without_its_data_set_can_be_left_out(tmp_path):
         ("v.csv", "num_prefill_tokens,num_decode_tokens,pd_ratio\n", "vidur"),
         ("m.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [0]}\n', "mooncake"),
         ("s.log", 'a box\n{"logger": "x", "message": "y"}\n', "tokenyard-log"),
+        ("l.log", json.dumps({"logger": "x", "message": "y", **GOOD}), "tokenyard-log"),
         ("o.jsonl", '{"timestamp": 1, "messages": []}\n', "openai-jsonl"),
         ("t.jsonl", json.dumps(GOOD), "tokenyard"),
     ],
@@ -568,6 +568,19 @@ def test_a_client_without_its_data_set_can_be_left_out(tmp_path):
 def test_formats_are_recognised_by_their_first_lines(tmp_path, name, text, found):
     (tmp_path / name).write_text(text)
     assert detect_format(tmp_path / name) == found
+
+
+@pytest.mark.parametrize(
+    ("form", "first_line"),
+    [
+        *((form, json.dumps(dict.fromkeys(sorted(fields)))) for form in FORMATS for fields in form.fields),
+        *((form, ",".join(form.columns).upper()) for form in FORMATS if form.columns),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_no_format_hides_another_with_more_fields(tmp_path, form, first_line):
+    (tmp_path / "trace").write_text(f"{first_line}\n")
+    assert detect_format(tmp_path / "trace") == form.name
 
 
 def test_folders_and_archives_are_recognised_by_what_they_hold(tmp_path):

@@ -27,8 +27,7 @@ from tokenyard.cli.simulation_arguments import check_output, session_options
 from tokenyard.cli.simulation_arguments import load_tokenizer as load_tokenizer_function
 from tokenyard.cli.terminal import command_line
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
-from tokenyard.sim.traces.detect_format import detect_format
-from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.formats import detect_format, read_trace
 from tokenyard.sim.traces.read_options import ReadOptions
 
 

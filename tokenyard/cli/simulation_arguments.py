@@ -30,8 +30,7 @@ from tokenyard.sim.engine.speculation import Speculation
 from tokenyard.sim.fleet.fleet_settings import Fleet, read_fleet
 from tokenyard.sim.report.comparison import slo_text, trust
 from tokenyard.sim.simulate import DefaultSlo, Setup
-from tokenyard.sim.traces.detect_format import detect_format
-from tokenyard.sim.traces.formats import TRACE_FORMATS, read_trace
+from tokenyard.sim.traces.formats import TRACE_FORMATS, detect_format, read_trace
 from tokenyard.sim.traces.read_options import ReadOptions, Tokenize
 from tokenyard.sim.traces.sessions import SessionOptions
 from tokenyard.sim.traces.synthetic import SYNTHETIC, synthetic

@@ -2,6 +2,8 @@
 
 A line is an OTLP document (`resourceSpans`) or one span. Spans with `gen_ai.usage.input_tokens` are calls; others are
 skipped. A session is `gen_ai.conversation.id`, or else the span's trace; `gen_ai.agent.id` tells its sub-agents apart.
+Read are also the output tokens, the finish reasons (a tool call or not) and the times, and no other attribute. OTLP
+documents are detected by `resourceSpans`; lines of one span each are not: name the format.
 """
 
 from collections.abc import Iterator
@@ -9,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import NS_PER_S, ConfigError
-from tokenyard.sim.traces.csv_formats import seconds_of
 from tokenyard.sim.traces.read_options import BadLines, ReadOptions
 from tokenyard.sim.traces.recorded_calls import GUESSED_PREFIXES, GrowingPrompts, RecordedCall, sessions_of
 from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
 from tokenyard.sim.traces.sessions import Turn
+from tokenyard.sim.traces.time_stamps import seconds_of
 from tokenyard.sim.traces.trace_files import read_json_lines, whole
+from tokenyard.sim.traces.trace_format import TraceFormat
 from tokenyard.sim.traces.workload import Workload
 
 INPUT, OUTPUT = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
@@ -96,3 +99,6 @@ def _time_s(span: dict[str, Any], names: tuple[str, str], where: str) -> float:
     if isinstance(found, str):
         return int(found) / NS_PER_S if found.isdigit() else seconds_of(found, where)
     raise ConfigError(f"{where}: the span has no {names[0]}")
+
+
+GENAI_SPANS = TraceFormat("genai-spans", read_genai_spans, fields=(frozenset({"resourceSpans"}),))

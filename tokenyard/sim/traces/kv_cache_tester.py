@@ -3,7 +3,9 @@
 A folder or tar archive of JSON files, one session each: `id`, `block_size`, `hash_id_scope`, `tool_tokens`,
 `system_tokens` and `requests`. A request has `in` and `out` (tokens), `hash_ids` (one per whole block of the prompt),
 `think_time` (seconds that the client took since the answer before), `stop`, `model`, `t` and `api_time`. An entry of
-type `subagent` has `duration_ms` and `requests` of its own; it runs between the request before it and the one after it.
+type `subagent` has `duration_ms` and its own `requests`; it runs between the request before it and the one after it.
+Detected by `hash_id_scope` at the beginning of the first file of a folder or archive. Other fields, such as `models`,
+are not read.
 """
 
 from pathlib import Path
@@ -15,6 +17,7 @@ from tokenyard.sim.traces.read_options import BadLines, ReadOptions
 from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
 from tokenyard.sim.traces.sessions import SessionRecord, Turn, as_runs, check_turn
 from tokenyard.sim.traces.trace_files import read_members
+from tokenyard.sim.traces.trace_format import TraceFormat
 from tokenyard.sim.traces.workload import MAX_TOKENS, Workload
 
 BLOCK_TOKENS = 64
@@ -151,3 +154,7 @@ def _turn(request: _Request, after: tuple[int, ...], gap_s: float, prefix: tuple
         runs=as_runs(request.hash_ids),
         shared=shared,
     )
+
+
+KV_CACHE_TESTER = TraceFormat("kv-cache-tester", read_kv_cache_tester, members=".json", member_head=b'"hash_id_scope"')
+"""The fields of a session come before its requests, so the head of a file has them."""

@@ -1,7 +1,8 @@
-"""LLMServingSim's sessions with tool calls: one JSON line per session.
+"""LLMServingSim's sessions with tool calls (github casys-kaist/LLMServingSim): one JSON line per session.
 
 `session_id`, `arrival_time_ns` and `sub_requests`, each with `input_toks`, `output_toks` and `tool_duration_ns`, the
-time between its end and the next one. A line without `sub_requests` is a session of one turn.
+time between its end and the next one. A line without `sub_requests` is a session of one turn. Detected by
+`arrival_time_ns` with `sub_requests`; other fields, also token ids, are not read.
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenyard.sim.traces.recorded_calls import GUESSED_PREFIXES, GrowingPrompts
 from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
 from tokenyard.sim.traces.sessions import SessionRecord, Turn, check_turn
 from tokenyard.sim.traces.trace_files import number, read_json_lines, whole
+from tokenyard.sim.traces.trace_format import TraceFormat
 from tokenyard.sim.traces.workload import MAX_TOKENS, Workload
 
 
@@ -43,3 +45,8 @@ def _record(record: dict[str, Any], where: str, name: str, prompts: GrowingPromp
         turn.tool, gap_s = tool_ns > 0, tool_ns / NS_PER_S
         turns.append(turn)
     return SessionRecord(name, turns, number(record, "arrival_time_ns", where) / NS_PER_S)
+
+
+LLMSERVINGSIM = TraceFormat(
+    "llmservingsim", read_llmservingsim, fields=(frozenset({"arrival_time_ns", "sub_requests"}),)
+)

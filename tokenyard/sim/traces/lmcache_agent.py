@@ -1,6 +1,9 @@
-"""LMCache's agent sessions: a folder or tar archive with one JSON-lines file per session, one line per call.
+"""LMCache's agent sessions (github LMCache/lmcache-agent-trace): JSON lines, one per call, a file per session.
+
+A folder or tar archive of such files, or one of them.
 
 `timestamp` (microseconds), `input` (the whole prompt) and `output`, as texts; `session_id`, or else the file's name.
+Detected by `input`, `output` and `session_id` in the first line of the first file; other fields are not read.
 """
 
 from pathlib import Path
@@ -13,6 +16,7 @@ from tokenyard.sim.traces.recorded_calls import RecordedCall, sessions_of
 from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
 from tokenyard.sim.traces.sessions import Turn
 from tokenyard.sim.traces.trace_files import json_object, number, read_members
+from tokenyard.sim.traces.trace_format import TraceFormat
 from tokenyard.sim.traces.workload import Workload
 
 MICROSECONDS = 1e6
@@ -45,3 +49,8 @@ def read_lmcache_agent(path: Path, options: ReadOptions) -> Workload:
         raise ConfigError("; ".join([f"{path.name}: the trace holds no session", *bad.remarks()]))
     trace = SessionTrace(path.name, sessions_of(calls), remarks=(*bad.remarks(), GAPS))
     return session_workload(trace, options.sessions)
+
+
+LMCACHE_AGENT = TraceFormat(
+    "lmcache-agent", read_lmcache_agent, fields=(frozenset({"input", "output", "session_id"}),), members=".jsonl"
+)

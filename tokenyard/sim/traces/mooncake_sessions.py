@@ -2,20 +2,21 @@
 
 `session_id`, `input_length` (the whole prompt), `output_length`, `hash_ids` (one per 512 tokens, the same in all
 sessions), `timestamp` (ms, needed on the first turn) and `delay` (ms between the end of the turn before and this one).
+Detected by `session_id` in addition to Mooncake's fields; other fields are not read.
 """
 
 from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError
+from tokenyard.sim.traces.mooncake import HASHED_FIELDS, MS_PER_S
+from tokenyard.sim.traces.prompt_fields import HASH_BLOCK_TOKENS
 from tokenyard.sim.traces.read_options import BadLines, ReadOptions
 from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
 from tokenyard.sim.traces.sessions import SessionRecord, Turn, as_runs, check_turn
 from tokenyard.sim.traces.trace_files import json_object, number, read_lines, whole
+from tokenyard.sim.traces.trace_format import TraceFormat
 from tokenyard.sim.traces.workload import MAX_TOKENS, Workload
-
-BLOCK_TOKENS = 512
-MS_PER_S = 1000.0
 
 
 def read_mooncake_sessions(path: Path, options: ReadOptions) -> Workload:
@@ -58,7 +59,7 @@ def read_mooncake_sessions(path: Path, options: ReadOptions) -> Workload:
         [f"{guessed} turns have no delay: the gap before them is the time between their time stamps"] if guessed else []
     )
     remarks = (*bad.remarks(), *told)
-    trace = SessionTrace(path.name, list(records.values()), BLOCK_TOKENS, True, remarks)
+    trace = SessionTrace(path.name, list(records.values()), HASH_BLOCK_TOKENS, True, remarks)
     return session_workload(trace, options.sessions)
 
 
@@ -75,6 +76,9 @@ def _turn(record: dict[str, Any], where: str) -> Turn:
         raise ConfigError(f"{where}: hash_ids must be whole numbers from 0 to 2**40 - 1")
     turn = Turn(tokens, max(whole(record, "output_length", where), 1), runs=as_runs(blocks))
     check_turn(turn, where, MAX_TOKENS)
-    if len(blocks) < -(-tokens // BLOCK_TOKENS):
-        raise ConfigError(f"{where}: hash_ids must hold one id per {BLOCK_TOKENS} tokens of the prompt")
+    if len(blocks) < -(-tokens // HASH_BLOCK_TOKENS):
+        raise ConfigError(f"{where}: hash_ids must hold one id per {HASH_BLOCK_TOKENS} tokens of the prompt")
     return turn
+
+
+MOONCAKE_SESSIONS = TraceFormat("mooncake-sessions", read_mooncake_sessions, fields=(HASHED_FIELDS | {"session_id"},))

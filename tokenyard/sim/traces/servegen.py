@@ -1,4 +1,10 @@
-"""Draws requests from ServeGen's client models (Xiang et al. 2025): per client a rate, a burstiness and lengths."""
+"""ServeGen's client models (Xiang et al. 2025; github alibaba/ServeGen, data), from which requests are drawn.
+
+A folder or tar archive with, per client, `chunk-N-trace.csv`, a line per window of 600 s (begin, rate, coefficient of
+variation, distribution of the gaps and its two arguments), and `chunk-N-dataset.json`, histograms of `input_tokens` and
+`output_tokens` by time of day. Detected by files whose names end with `-trace.csv`. Not read: the coefficient of
+variation, which the arguments say too, and `reason_ratio`. No two prompts share a prefix.
+"""
 
 import json
 import re
@@ -10,9 +16,12 @@ import numpy as np
 
 from tokenyard.base import ConfigError, Float64Array, Int32Array
 from tokenyard.sim.traces.prompt_ids import UniqueContent
+from tokenyard.sim.traces.read_options import ReadOptions
 from tokenyard.sim.traces.trace_files import read_members
+from tokenyard.sim.traces.trace_format import TraceFormat
 from tokenyard.sim.traces.workload import MAX_TOKENS, Workload, uniform_columns
 
+TRACE_SUFFIX = "-trace.csv"
 WINDOW_S = 600.0
 MODEL_COLUMNS = 6
 DRAWN_AT_ONCE = 64
@@ -74,21 +83,21 @@ def _renewals(distribution: str, shape: float, scale: float, rng: np.random.Gene
     return within
 
 
-def read_servegen(path: Path, seed: int = 0, limit: int | None = None, skip_bad: bool = False) -> Workload:
-    """Draw a day of requests, or its first `limit`, from the client models in a folder or tar archive.
+def read_servegen(path: Path, options: ReadOptions) -> Workload:
+    """Draw a day of requests, or its first `options.limit`, by the seed.
 
-    The day begins with its first window that has traffic. Raises ConfigError for files of another form; with `skip_bad`
-    the clients with such files are left out and counted.
+    The day begins with its first window that has traffic. Raises ConfigError for files of another form; with
+    `options.skip_bad` the clients with such files are left out and counted.
     """
-    clients, remarks = _read_clients(path, skip_bad)
-    rng = np.random.default_rng(seed)
+    clients, remarks = _read_clients(path, options.skip_bad)
+    rng = np.random.default_rng(options.seed)
     parts: list[tuple[Float64Array, Int32Array, Int32Array]] = []
     drawn = 0
     for start_s in sorted({start for client in clients for start in client.windows}):
         window = [client.draw(start_s, rng) for client in clients]
         parts.extend(window)
         drawn += sum(len(arrivals) for arrivals, _, _ in window)
-        if limit is not None and drawn >= limit:
+        if options.limit is not None and drawn >= options.limit:
             break
     if not drawn:
         raise ConfigError("; ".join([f"{path.name}: no client sends anything", *remarks]))
@@ -101,14 +110,14 @@ def read_servegen(path: Path, seed: int = 0, limit: int | None = None, skip_bad:
 
 def _read_clients(path: Path, skip_bad: bool) -> tuple[list[Client], list[str]]:
     """The clients, and a sentence about those that were left out, if any."""
-    traces = dict(read_members(path, "-trace.csv"))
+    traces = dict(read_members(path, TRACE_SUFFIX))
     datasets = dict(read_members(path, "-dataset.json"))
     if not traces:
         raise ConfigError(f"{path.name} holds no chunk-N-trace.csv; is this the right --trace-format?")
     clients, wrong = [], []
     for name, raw in traces.items():
         try:
-            dataset = datasets.get(name.replace("-trace.csv", "-dataset.json"))
+            dataset = datasets.get(name.replace(TRACE_SUFFIX, "-dataset.json"))
             if dataset is None:
                 raise ConfigError(f"{path.name}: {name} has no dataset.json next to it")
             clients.append(Client(name, _windows(raw, name), _lengths(dataset, name)))
@@ -157,3 +166,6 @@ def _histogram(text: str) -> Histogram:
     if pairs and not (max(values) < MAX_TOKENS and min(shares) >= 0.0 and 0.0 < sum(shares) < inf):
         raise ValueError
     return Histogram(np.array(values, np.int32), np.cumsum(shares))
+
+
+SERVEGEN = TraceFormat("servegen", read_servegen, members=TRACE_SUFFIX)

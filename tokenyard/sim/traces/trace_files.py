@@ -152,3 +152,11 @@ def whole(record: dict[str, Any], key: str, where: str) -> int:
     if value != int(value):
         raise ConfigError(f"{where}: {key} is {value}, not a whole number")
     return int(value)
+
+
+def name_of(record: dict[str, Any], key: str, where: str) -> str:
+    """`record[key]` as a name, "" if it is missing or null; a number is a name too. Raises ConfigError for others."""
+    value = record.get(key)
+    if value is not None and not isinstance(value, str | int):
+        raise ConfigError(f"{where}: {key} is {str(value)[:40]!r}, not a name")
+    return "" if value is None else str(value)

@@ -196,6 +196,14 @@ def _ns_or_none(seconds: float) -> int | None:
     return None if isnan(seconds) else to_ns(float(seconds))
 
 
+def _check_asked(where: str, least: int, max_new_tokens: int | None, priority: int | None) -> None:
+    """Raise ConfigError for a limit below `least` tokens or too large, and for a priority out of range."""
+    if max_new_tokens is not None and not least <= max_new_tokens < MAX_TOKENS:
+        raise ConfigError(f"{where}: max_new_tokens is {max_new_tokens}; it must be from {least} to {MAX_TOKENS - 1}")
+    if priority is not None and abs(priority) > MAX_PRIORITY:
+        raise ConfigError(f"{where}: priority is {priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
 class WorkloadBuilder:
     """Collects requests line by line and checks each; `where` in error messages is the file and line.
 
@@ -263,12 +271,7 @@ class WorkloadBuilder:
         """
         self._check(where, arrival_s, prompt_tokens, output_tokens)
         least = max(output_tokens, 1)
-        if max_new_tokens is not None and not least <= max_new_tokens < MAX_TOKENS:
-            raise ConfigError(
-                f"{where}: max_new_tokens is {max_new_tokens}; it must be from {least} to {MAX_TOKENS - 1}"
-            )
-        if priority is not None and abs(priority) > MAX_PRIORITY:
-            raise ConfigError(f"{where}: priority is {priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        _check_asked(where, least, max_new_tokens, priority)
         targets = (
             (self._deadline, "deadline_s", deadline_s),
             (self._ttft, "slo_ttft_s", slo_ttft_s),
