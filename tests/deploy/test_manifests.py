@@ -12,15 +12,9 @@ import pytest
 import yaml
 
 from tokenyard.cli.main import build_parser
-from tokenyard.engine.frontend.input_processor import LEVEL_NAMES
+from tokenyard.router import router_metrics
 from tokenyard.router.admin_routes import OPEN_PATHS
-from tokenyard.router.router_metrics import RouterMetrics as RouterMetrics
-from tokenyard.router.router_settings import RouterSettings
-from tokenyard.router.workers import HttpWorkers
-from tokenyard.routing.dispatch import Dispatcher
-from tokenyard.routing.policies import make_policy
-from tokenyard.routing.prefix_index import PrefixIndex
-from tokenyard.server.metrics import prometheus as metrics
+from tokenyard.server.metrics import table
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -81,15 +75,14 @@ def queries():
 
 
 def test_the_metrics_that_board_and_rules_name_exist():
-    served = metrics.Metrics("m")
-    for name, (_, labels) in metrics.COUNTERS.items():
-        served.count(name, 1, *(LEVEL_NAMES[0] for _ in labels))
-    served.gauges |= dict.fromkeys(metrics.GAUGES, 1.0)
-    text = served.exposition().decode()
-    index = PrefixIndex(1 << 20)
-    machine = Dispatcher(HttpWorkers(RouterSettings(), index), make_policy("round_robin"))
-    text += RouterMetrics().exposition(machine, open_requests=0).decode()
-    known = set(METRIC.findall(text))
+    tables = ((table.PREFIX, table.METRICS), (router_metrics.PREFIX, router_metrics.METRICS))
+    series = {"histogram": ("_bucket", "_sum", "_count")}
+    known = {
+        prefix + metric.name + ending
+        for prefix, metrics in tables
+        for metric in metrics
+        for ending in series.get(metric.kind, ("",))
+    }
     named = {name for query in queries() for name in METRIC.findall(query)}
     assert len(named) > 25
     assert not named - known

@@ -9,7 +9,8 @@ from tokenyard.engine.frontend.io_struct import GenerateReqInput
 from tokenyard.engine.scheduler_process.health.slo_attainment import met_slo, targets_met
 from tokenyard.server.metrics.endpoint_picker import gauges_text
 from tokenyard.server.metrics.loads import load_of
-from tokenyard.server.metrics.prometheus import COMPAT, Metrics
+from tokenyard.server.metrics.prometheus import Metrics
+from tokenyard.server.metrics.table import COMPAT
 from tokenyard.server.native.control_routes import totals_of
 
 MS = 1_000_000

@@ -1,20 +1,52 @@
-"""Counters of the router, and their exposition as Prometheus text."""
+"""Metrics of the router: their table, its counters, and their exposition as Prometheus text."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenyard.base.metric import Metric
 from tokenyard.routing.dispatch import Dispatcher
 from tokenyard.routing.policies import REASONS
-from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.routing.workers import Workers
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STATES = ("starting", "healthy", "unhealthy", "draining")
 
-Labels = Mapping[str, str]
-MetricSample = tuple[str, Labels, float]
+PREFIX = "tokenyard_router_"
+METRICS = (
+    Metric("requests_total", "counter", "requests received"),
+    Metric("client_gone_total", "counter", "requests whose client disconnected"),
+    Metric("retries_total", "counter", "further attempts of requests"),
+    Metric("continued_total", "counter", "streams that continued at another worker"),
+    Metric("queued_total", "counter", "requests that waited in the queue"),
+    Metric("predicted_cached_tokens_total", "counter", "prompt tokens predicted to be cached"),
+    Metric("cached_tokens_total", "counter", "prompt tokens that responses report as cached"),
+    Metric("reported_prompt_tokens_total", "counter", "prompt tokens of answers that report usage"),
+    Metric("told_prompt_tokens_total", "counter", "deprecated: use reported_prompt_tokens_total"),
+    Metric("index_evicted_blocks_total", "counter", "blocks evicted from the prefix index"),
+    Metric("queue_requests", "gauge", "requests in the queue"),
+    Metric("open_requests", "gauge", "requests that have not ended"),
+    Metric("index_bytes", "gauge", "memory of the prefix index"),
+    Metric("load_imbalance", "gauge", "requests of the busiest target divided by the mean"),
+    Metric("choices_total", "counter", "choices by reason", ("reason",)),
+    Metric("errors_total", "counter", "errors of the router by code", ("code",)),
+    Metric("answers_total", "counter", "responses of workers by status", ("status",)),
+    Metric("worker_requests_total", "counter", "requests sent", ("target",)),
+    Metric("worker_errors_total", "counter", "failures by target", ("target",)),
+    Metric("worker_requests", "gauge", "open requests", ("target",)),
+    Metric("worker_prefill_tokens", "gauge", "uncached prompt tokens sent", ("target",)),
+    Metric("worker_cache_credit", "gauge", "share of predicted cached tokens that responses confirm", ("target",)),
+    Metric("worker_slowness", "gauge", "observed over predicted time to first token", ("target",)),
+    Metric("worker_index_blocks", "gauge", "blocks in the prefix index", ("target",)),
+    Metric("worker_breaker_open", "gauge", "1 while the circuit breaker is open", ("target",)),
+    Metric("worker_state", "gauge", "1 for the current state", ("worker", "state")),
+    Metric("ttft_seconds", "histogram", "request to first byte of streams", buckets=TTFT_BUCKETS_S),
+)
+"""All metrics, in the order of /metrics."""
+
+Values = Mapping[tuple[str, ...], float]
+"""The samples of a metric: label values -> value."""
 
 
 @dataclass(slots=True)
@@ -64,104 +96,81 @@ class RouterMetrics:
 
     def exposition(self, machine: Dispatcher[Any, Any], *, open_requests: int) -> bytes:
         """All metrics as Prometheus text."""
-        lines, workers, index = _Exposition(), machine.workers, machine.index
-        counters: tuple[tuple[str, str, float], ...] = (
-            ("requests_total", "requests received", self.requests),
-            ("client_gone_total", "requests whose client disconnected", self.gone),
-            ("retries_total", "further attempts of requests", self.retries),
-            ("continued_total", "streams that continued at another worker", self.continued),
-            ("queued_total", "requests that waited in the queue", machine.queued),
-            ("predicted_cached_tokens_total", "prompt tokens predicted to be cached", self.predicted_tokens),
-            ("cached_tokens_total", "prompt tokens that responses report as cached", self.cached_tokens),
-            (
-                "reported_prompt_tokens_total",
-                "prompt tokens of answers that report usage",
-                self.reported_tokens,
-            ),
-            ("told_prompt_tokens_total", "deprecated: use reported_prompt_tokens_total", self.reported_tokens),
-            ("index_evicted_blocks_total", "blocks evicted from the prefix index", index.evicted),
-        )
-        gauges: tuple[tuple[str, str, float], ...] = (
-            ("queue_requests", "requests in the queue", len(machine.queue)),
-            ("open_requests", "requests that have not ended", open_requests),
-            ("index_bytes", "memory of the prefix index", index.bytes),
-            ("load_imbalance", "requests of the busiest target divided by the mean", _imbalance(workers)),
-        )
-        for kind, rows in (("counter", counters), ("gauge", gauges)):
-            for name, text, value in rows:
-                lines.add(kind, name, text, [({}, value)])
-        lines.add("counter", "choices_total", "choices by reason", [({"reason": r}, self.reasons[r]) for r in REASONS])
-        lines.add("counter", "errors_total", "errors of the router by code", _by("code", self.errors))
-        lines.add("counter", "answers_total", "responses of workers by status", _by("status", self.statuses))
-        lines.add("counter", "worker_requests_total", "requests sent", _by("target", self.chosen))
-        lines.add("counter", "worker_errors_total", "failures by target", _by("target", self.worker_errors))
-        self._targets(lines, workers, index)
-        lines.histogram("ttft_seconds", "request to first byte of streams", self.ttft_counts, self.ttft_sum_s)
-        return lines.text()
+        samples = self._totals(machine, open_requests) | self._by_label() | _target_gauges(machine)
+        lines: list[str] = []
+        for metric in METRICS:
+            full = PREFIX + metric.name
+            lines += (f"# HELP {full} {metric.help}", f"# TYPE {full} {metric.kind}")
+            if metric.kind == "histogram":
+                lines += self._ttft_lines(full)
+            else:
+                lines += (
+                    f"{full}{_label_text(metric.labels, labels)} {value:.10g}"
+                    for labels, value in samples[metric.name].items()
+                )
+        return ("\n".join(lines) + "\n").encode()
 
-    def _targets(self, lines: "_Exposition", workers: Workers[Any], index: PrefixIndex) -> None:
-        targets = [target for worker in workers for target in worker.targets]
-        for name, text, values in (
-            ("worker_requests", "open requests", [target.state.requests for target in targets]),
-            (
-                "worker_prefill_tokens",
-                "uncached prompt tokens sent",
-                [target.state.prefill_tokens for target in targets],
-            ),
-            (
-                "worker_cache_credit",
-                "share of predicted cached tokens that responses confirm",
-                [t.state.credit for t in targets],
-            ),
-            ("worker_slowness", "observed over predicted time to first token", [t.state.slowness for t in targets]),
-            ("worker_index_blocks", "blocks in the prefix index", [index.blocks_of(t.state.name) for t in targets]),
-            (
-                "worker_breaker_open",
-                "1 while the circuit breaker is open",
-                [t.breaker.state == "open" for t in targets],
-            ),
-        ):
-            samples = [({"target": t.name}, float(v)) for t, v in zip(targets, values, strict=True)]
-            lines.add("gauge", name, text, samples)
-        states = [({"worker": w.name, "state": s}, float(w.state == s)) for w in workers for s in STATES]
-        lines.add("gauge", "worker_state", "1 for the current state", states)
+    def _totals(self, machine: Dispatcher[Any, Any], open_requests: int) -> dict[str, Values]:
+        """Metrics without labels."""
+        values: dict[str, float] = {
+            "requests_total": self.requests,
+            "client_gone_total": self.gone,
+            "retries_total": self.retries,
+            "continued_total": self.continued,
+            "queued_total": machine.queued,
+            "predicted_cached_tokens_total": self.predicted_tokens,
+            "cached_tokens_total": self.cached_tokens,
+            "reported_prompt_tokens_total": self.reported_tokens,
+            "told_prompt_tokens_total": self.reported_tokens,
+            "index_evicted_blocks_total": machine.index.evicted,
+            "queue_requests": len(machine.queue),
+            "open_requests": open_requests,
+            "index_bytes": machine.index.bytes,
+            "load_imbalance": _imbalance(machine.workers),
+        }
+        return {name: {(): value} for name, value in values.items()}
 
+    def _by_label(self) -> dict[str, Values]:
+        """Counters with a label."""
+        return {
+            "choices_total": {(reason,): self.reasons[reason] for reason in REASONS},
+            "errors_total": _by(self.errors),
+            "answers_total": _by(self.statuses),
+            "worker_requests_total": _by(self.chosen),
+            "worker_errors_total": _by(self.worker_errors),
+        }
 
-class _Exposition:
-    """The lines of an exposition."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def add(self, kind: str, name: str, text: str, samples: Iterable[tuple[Labels, float]]) -> None:
-        """One metric with all its samples."""
-        full = f"tokenyard_router_{name}"
-        self._lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
-        self._lines += [f"{full}{_label_text(labels)} {value:.10g}" for labels, value in samples]
-
-    def histogram(self, name: str, text: str, counts: list[int], total: float) -> None:
-        """One histogram over `TTFT_BUCKETS_S`."""
-        full = f"tokenyard_router_{name}"
-        self._lines += [f"# HELP {full} {text}", f"# TYPE {full} histogram"]
+    def _ttft_lines(self, name: str) -> Iterator[str]:
         seen = 0
-        for most, count in zip((*map(str, TTFT_BUCKETS_S), "+Inf"), counts, strict=True):
+        for most, count in zip((*map(str, TTFT_BUCKETS_S), "+Inf"), self.ttft_counts, strict=True):
             seen += count
-            self._lines.append(f'{full}_bucket{{le="{most}"}} {seen}')
-        self._lines += [f"{full}_sum {total:.10g}", f"{full}_count {seen}"]
-
-    def text(self) -> bytes:
-        """The exposition, encoded."""
-        return ("\n".join(self._lines) + "\n").encode()
+            yield f'{name}_bucket{{le="{most}"}} {seen}'
+        yield f"{name}_sum {self.ttft_sum_s:.10g}"
+        yield f"{name}_count {seen}"
 
 
-def _by(label: str, counts: Mapping[str, int] | Mapping[int, int]) -> Iterator[tuple[Labels, float]]:
-    return (({label: str(key)}, count) for key, count in sorted(counts.items()))
+def _target_gauges(machine: Dispatcher[Any, Any]) -> dict[str, Values]:
+    """Gauges by target and by worker."""
+    targets = {(target.name,): target for worker in machine.workers for target in worker.targets}
+    return {
+        "worker_requests": {key: t.state.requests for key, t in targets.items()},
+        "worker_prefill_tokens": {key: t.state.prefill_tokens for key, t in targets.items()},
+        "worker_cache_credit": {key: t.state.credit for key, t in targets.items()},
+        "worker_slowness": {key: t.state.slowness for key, t in targets.items()},
+        "worker_index_blocks": {key: machine.index.blocks_of(t.state.name) for key, t in targets.items()},
+        "worker_breaker_open": {key: float(t.breaker.state == "open") for key, t in targets.items()},
+        "worker_state": {(w.name, state): float(w.state == state) for w in machine.workers for state in STATES},
+    }
 
 
-def _label_text(labels: Labels) -> str:
-    if not labels:
+def _by(counts: Mapping[Any, int]) -> Values:
+    return {(str(key),): count for key, count in sorted(counts.items())}
+
+
+def _label_text(names: Sequence[str], values: Sequence[str]) -> str:
+    if not names:
         return ""
-    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
+    return "{" + ",".join(f'{name}="{value}"' for name, value in zip(names, values, strict=True)) + "}"
 
 
 def _imbalance(workers: Workers[Any]) -> float:

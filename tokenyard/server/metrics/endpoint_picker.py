@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenyard.server.http.streaming import Receive, Scope, Send
 from tokenyard.server.metrics.loads import load_of
-from tokenyard.server.metrics.prometheus import COMPAT
+from tokenyard.server.metrics.table import COMPAT
 from tokenyard.server.state import ServerState
 
 LOAD_PATH = "/metrics/load"

@@ -4,7 +4,9 @@ import time
 from collections.abc import Iterable
 
 import psutil
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric as MetricFamily
+
+from tokenyard.server.metrics.table import PROCESS, family
 
 CACHE_S = 1.0
 """Values are reused for this long, as some gateways scrape 20 times a second."""
@@ -22,11 +24,10 @@ class ProcessUsage:
         self._cpu_s: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
 
-    def families(self) -> Iterable[Metric]:
+    def families(self) -> Iterable[MetricFamily]:
         """One counter and one gauge, labelled with the process: api, scheduler, detokenizer."""
         self._refresh(time.monotonic())
-        cpu = CounterMetricFamily("tokenyard_process_cpu_seconds", "CPU time of a process", labels=["process"])
-        memory = GaugeMetricFamily("tokenyard_process_resident_memory_bytes", "resident memory", labels=["process"])
+        cpu, memory = map(family, PROCESS)
         for title in self._bytes:
             cpu.add_metric([title], self._cpu_s[title])
             memory.add_metric([title], self._bytes[title])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from tokenyard.base import NS_PER_S, Finish, FinishReason
@@ -20,153 +20,39 @@ from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.scheduler_process.health.slo_attainment import ON_PURPOSE, met_slo, stage_at_deadline, targets_met
 from tokenyard.server.metrics.kv import kv_families
 from tokenyard.server.metrics.processes import ProcessUsage
+from tokenyard.server.metrics.table import (
+    BY_CLASS,
+    COMPAT,
+    ENGINE,
+    LOOKAHEAD,
+    PREFIX,
+    RANK,
+    SGLANG_STAGES,
+    TP_RANK,
+    VLLM_CACHE_CONFIG,
+    family,
+)
 
 THROUGHPUT = "generation_throughput"
 GENERATION_TOKENS = ("generation_tokens", ())
 THROUGHPUT_OVER_S = 5.0
 STARVED_AFTER_NS = 30 * NS_PER_S
 REFUSED_ON_ARRIVAL = ("invalid", "too_long", "queue_full", "tenant_limit")
-SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
-
-GAUGES = {
-    "running_requests": "requests that hold KV pages",
-    "queued_requests": "requests that wait in the queue",
-    "queued_tokens": "prompt tokens still to be computed, assuming no prefix hits for waiting requests",
-    "queued_seconds": "predicted seconds of queued prefill, by the cost model",
-    "used_tokens": "KV tokens of running requests",
-    "total_tokens": "capacity of the KV pool in tokens",
-    "token_usage": "share of the pool in use by running requests",
-    "new_token_ratio": "share of max_new_tokens that admission reserves for an answer",
-    "cache_hit_rate": "share of all prompt tokens so far that were prefix cache hits",
-    "generation_throughput": "output tokens per second, over the last seconds",
-    "deferred_requests": "requests that policy slo has deferred and that have no first token yet",
-    "relegated_requests": "old name of deferred_requests, to be removed in the next release",
-    "service_gap_tokens": "largest difference in weighted service between two waiting tenants, under vtc and dlpm",
-    "borrowed_tokens": "KV tokens that tenants hold beyond their own shares",
-    "lora_adapters": "LoRA adapters that are loaded",
-    "lora_slots": "LoRA adapters that fit into one step",
-    "lora_slots_used": "LoRA slots in use by running requests",
-    "lora_slots_claimed": "LoRA slots that are being freed for a waiting adapter",
-    "window_kv_tokens": "capacity of the KV pool of sliding-window layers in tokens",
-    "window_kv_used_tokens": "KV tokens of running requests in the pool of sliding-window layers",
-    "step_time_error_ratio": "mean relative error of the online cost model, measured before each update",
-}
-_RANK_GAUGES = {
-    "up": "1 while the rank is healthy, 0 while it is stuck or does not run",
-    **{
-        name: GAUGES[name]
-        for name in ("running_requests", "queued_requests", "used_tokens", "total_tokens", "cache_hit_rate")
-    },
-}
-_TP_RANK_GAUGES = {
-    "step": ("step", "latest step that a tensor- or pipeline-parallel rank has begun"),
-    "silent_s": ("silent_seconds", "time since the last heartbeat of a tensor- or pipeline-parallel rank"),
-}
-COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "requests": ("finished requests", ("finished_reason",)),
-    "prompt_tokens": ("prompt tokens of finished requests", ()),
-    "generation_tokens": ("output tokens", ()),
-    "cached_tokens": ("prompt tokens found in the prefix cache", ()),
-    "queried_tokens": ("prompt tokens looked up in the prefix cache", ()),
-    "targets": ("finished requests by target (ttft, tpot, deadline)", ("class", "target", "met")),
-    "slo_requests": ("finished requests by whether they met all their targets", ("class", "met")),
-    "goodput_tokens": ("output tokens of requests that met all their targets", ("class",)),
-    "deadline_misses": ("requests that missed their deadline, by their stage at the deadline", ("class", "stage")),
-    "priority_inversion_seconds": ("time that requests waited while a less urgent one was running", ("class",)),
-    "deferred": ("times that policy slo has deferred a request", ()),
-    "relegated": ("old name of deferred_total, to be removed in the next release", ()),
-    "starvation": ("requests that waited more than 30 s for their first admission", ("class",)),
-    "lost_places": ("times that running requests returned to the queue, by reason", ("class", "reason")),
-    "rejected_requests": ("requests that were refused or ended by the server", ("reason",)),
-    "retractions": ("times a running request was retracted because pages ran out", ()),
-    "preemptions": ("times a running request was preempted by a more urgent one", ()),
-    "recomputed_tokens": ("tokens computed again after a retraction", ()),
-    "spec_verify_rows": ("rows that verified draft tokens, counted in each step", ()),
-    "spec_draft_tokens": ("draft tokens verified", ()),
-    "spec_accepted_tokens": ("draft tokens accepted", ()),
-    "evicted_tokens": ("tokens evicted from the prefix cache", ()),
-    "lora_loads": ("LoRA adapters loaded into a slot", ()),
-    "scheduler_steps": ("steps planned", ()),
-    "aborted_requests": ("requests that ended before their answer was complete", ()),
-}
-"""Help text and labels of each counter."""
-
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": (SECONDS, "seconds from arrival to the first token"),
-    "inter_token_latency_seconds": (SECONDS, "seconds between output tokens"),
-    "e2e_request_latency_seconds": (SECONDS, "seconds from arrival to the end of the answer"),
-    "queue_time_seconds": (SECONDS, "seconds from arrival to admission"),
-    "prefill_time_seconds": (SECONDS, "seconds of prefill before the first token"),
-    "decode_time_seconds": (SECONDS, "seconds of decode after the first token"),
-    "request_prompt_tokens": (TOKENS, "prompt length"),
-    "request_generation_tokens": (TOKENS, "output length"),
-}
-
-_CLASS_HISTOGRAMS = {
-    "queue_wait_seconds": (SECONDS, "seconds that requests waited for their first admission, without pauses"),
-}
-"""Histograms with one series per service class."""
-
-_LOOKAHEAD_TOTALS = {
-    "lookahead_runs": ("looks", "forecasts that policy adaptive has made since it was chosen"),
-    "lookahead_looks": ("looks", "old name of lookahead_runs_total, to be removed in the next release"),
-    "lookahead_cpu_seconds": ("cpu_s", "CPU time of forecasts"),
-    "lookahead_failures": ("failures", "times that the forecasting process was ended because it failed"),
-}
-_LOOKAHEAD_SCORES = {
-    "lookahead_met": ("met", "share of requests that would meet their targets, by the latest forecast"),
-    "lookahead_ttft_seconds": ("ttft_s", "mean time to first token, by the latest forecast"),
-}
-"""Metric -> its key in the report of policy adaptive, and the help text."""
-
-COMPAT: dict[str, dict[str, str]] = {
-    "sglang": {
-        "running_requests": "sglang:num_running_reqs",
-        "queued_requests": "sglang:num_queue_reqs",
-        "used_tokens": "sglang:num_used_tokens",
-        "total_tokens": "sglang:max_total_num_tokens",
-        "token_usage": "sglang:token_usage",
-        "new_token_ratio": "sglang:new_token_ratio",
-        "cache_hit_rate": "sglang:cache_hit_rate",
-        "generation_throughput": "sglang:gen_throughput",
-        "aborted_requests": "sglang:num_aborted_requests",
-        "requests": "sglang:num_requests",
-        "prompt_tokens": "sglang:prompt_tokens",
-        "generation_tokens": "sglang:generation_tokens",
-        "cached_tokens": "sglang:cached_tokens",
-        "time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
-        "inter_token_latency_seconds": "sglang:inter_token_latency_seconds",
-        "e2e_request_latency_seconds": "sglang:e2e_request_latency_seconds",
-        "queue_time_seconds": "sglang:queue_time_seconds",
-    },
-    "vllm": {
-        "running_requests": "vllm:num_requests_running",
-        "queued_requests": "vllm:num_requests_waiting",
-        "token_usage": "vllm:kv_cache_usage_perc",
-        "requests": "vllm:request_success",
-        "prompt_tokens": "vllm:prompt_tokens",
-        "generation_tokens": "vllm:generation_tokens",
-        "cached_tokens": "vllm:prefix_cache_hits",
-        "queried_tokens": "vllm:prefix_cache_queries",
-        "retractions": "vllm:num_preemptions",
-        "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-        "inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-        "e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-        "queue_time_seconds": "vllm:request_queue_time_seconds",
-        "prefill_time_seconds": "vllm:request_prefill_time_seconds",
-        "decode_time_seconds": "vllm:request_decode_time_seconds",
-        "request_prompt_tokens": "vllm:request_prompt_tokens",
-        "request_generation_tokens": "vllm:request_generation_tokens",
-    },
-}
-
-SGLANG_STAGES = {
-    "queue": "queue_time_seconds",
-    "prefill": "prefill_time_seconds",
-    "decode": "decode_time_seconds",
-}
+STAGES = {"queue": "queue_time_seconds", "prefill": "prefill_time_seconds", "decode": "decode_time_seconds"}
 """Stage label of SGLang's histogram -> our histogram."""
+
+_REPORTED = {
+    "lookahead_runs": "looks",
+    "lookahead_looks": "looks",
+    "lookahead_cpu_seconds": "cpu_s",
+    "lookahead_failures": "failures",
+    "lookahead_met": "met",
+    "lookahead_ttft_seconds": "ttft_s",
+}
+"""Metric -> its key in the report of policy adaptive."""
+
+_RANK_REPORTED = {"step": "step", "silent_seconds": "silent_s"}
+"""Metric of a tensor- or pipeline-parallel rank -> its key in the rank's report."""
 
 
 class Histogram:
@@ -216,21 +102,19 @@ class Metrics:
     processes: ProcessUsage = field(default_factory=ProcessUsage)
     ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
-        default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+        default_factory=lambda: {one.key: Histogram(one.buckets) for one in ENGINE if one.kind == "histogram"}
     )
     class_histograms: dict[tuple[str, str], Histogram] = field(
-        default_factory=lambda: {
-            (name, level): Histogram(bounds) for name, (bounds, _) in _CLASS_HISTOGRAMS.items() for level in LEVEL_NAMES
-        }
+        default_factory=lambda: {(one.key, level): Histogram(one.buckets) for one in BY_CLASS for level in LEVEL_NAMES}
     )
 
     _rated: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
     """Time of the last throughput sample (s, monotonic), and the tokens generated until then."""
 
     def __post_init__(self) -> None:
-        for name, (_, labels) in COUNTERS.items():
-            if not labels:
-                self.counters[name, ()] = 0.0
+        for one in ENGINE:
+            if one.kind == "counter" and one.labels == ("model",):
+                self.counters[one.key, ()] = 0.0
         for reason in get_args(FinishReason):
             self.counters["requests", (reason,)] = 0.0
 
@@ -361,10 +245,9 @@ class _Families(Collector):
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[MetricFamily]:
         """Our names first, then those that `--metrics-compat` adds."""
-        ours = {name: f"tokenyard_{name}" for name in (*GAUGES, *COUNTERS, *_HISTOGRAMS)}
-        yield from self._named(ours, "model")
+        yield from self._engine({one.key: PREFIX + one.name for one in ENGINE}, "model")
         yield from self._by_class()
         yield from self._by_rank()
         yield from self._by_tp_rank()
@@ -372,108 +255,90 @@ class _Families(Collector):
         yield from kv_families(self._metrics.model, self._metrics.kv)
         yield from self._metrics.processes.families()
         for engine in self._metrics.compat:
-            yield from self._named(COMPAT[engine], "model_name")
+            yield from self._engine(COMPAT[engine], "model_name")
         if "sglang" in self._metrics.compat:
-            yield self._stages()
+            yield from self._stages()
         if "vllm" in self._metrics.compat:
-            yield self._cache_config()
+            yield from self._cache_config()
 
-    def _named(self, names: Mapping[str, str], model_label: str) -> Iterable[Metric]:
-        """The families that `names` maps to an exported name."""
+    def _engine(self, names: Mapping[str, str], model_label: str) -> Iterable[MetricFamily]:
+        """The families that `names` maps to an exported name, without gauges that have no value."""
         metrics, model = self._metrics, self._metrics.model
-        for key, text in GAUGES.items():
-            if key in names and key in metrics.gauges:
-                gauge = GaugeMetricFamily(names[key], text, labels=[model_label])
-                gauge.add_metric([model], metrics.gauges[key])
-                yield gauge
-        for key in (key for key in COUNTERS if key in names):
-            yield self._counter(key, names[key], model_label)
-        for key, (_, text) in _HISTOGRAMS.items():
-            if key in names:
-                histogram = metrics.histograms[key]
-                family = HistogramMetricFamily(names[key], text, labels=[model_label])
-                family.add_metric([model], histogram.buckets(), histogram.total)
-                yield family
+        for metric in ENGINE:
+            key = metric.key
+            if key not in names or (metric.kind == "gauge" and key not in metrics.gauges):
+                continue
+            found = family(metric, names[key], [model_label, *metric.labels[1:]])
+            if metric.kind == "gauge":
+                found.add_metric([model], metrics.gauges[key])
+            elif metric.kind == "histogram":
+                found.add_metric([model], metrics.histograms[key].buckets(), metrics.histograms[key].total)
+            else:
+                for (counter, values), amount in metrics.counters.items():
+                    if counter == key:
+                        found.add_metric([model, *values], amount)
+            yield found
 
-    def _stages(self) -> Metric:
+    def _stages(self) -> Iterable[MetricFamily]:
         """SGLang's histogram of latencies by stage."""
-        name, text = "sglang:per_stage_req_latency_seconds", "seconds that requests spent in each stage"
-        family = HistogramMetricFamily(name, text, labels=["model_name", "stage"])
-        for stage, key in SGLANG_STAGES.items():
+        found = family(SGLANG_STAGES, SGLANG_STAGES.name)
+        for stage, key in STAGES.items():
             histogram = self._metrics.histograms[key]
-            family.add_metric([self._metrics.model, stage], histogram.buckets(), histogram.total)
-        return family
+            found.add_metric([self._metrics.model, stage], histogram.buckets(), histogram.total)
+        yield found
 
-    def _cache_config(self) -> Metric:
+    def _cache_config(self) -> Iterable[MetricFamily]:
         """vLLM's gauge from which gateways read the size of the KV pool."""
         pages = int(self._metrics.gauges.get("total_tokens", 0)) // self._metrics.page_size
-        labels = {
-            "model_name": self._metrics.model,
-            "block_size": str(self._metrics.page_size),
-            "num_gpu_blocks": str(pages),
-        }
-        family = GaugeMetricFamily("vllm:cache_config_info", "size of the KV pool", labels=list(labels))
-        family.add_metric(list(labels.values()), 1.0)
-        return family
+        found = family(VLLM_CACHE_CONFIG, VLLM_CACHE_CONFIG.name)
+        found.add_metric([self._metrics.model, str(self._metrics.page_size), str(pages)], 1.0)
+        yield found
 
-    def _by_class(self) -> Iterable[Metric]:
+    def _by_class(self) -> Iterable[MetricFamily]:
         """Histograms by service class."""
-        for key, (_, text) in _CLASS_HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"tokenyard_{key}", text, labels=["model", "class"])
+        for metric in BY_CLASS:
+            found = family(metric)
             for (name, level), histogram in self._metrics.class_histograms.items():
-                if name == key:
-                    family.add_metric([self._metrics.model, level], histogram.buckets(), histogram.total)
-            yield family
+                if name == metric.key:
+                    found.add_metric([self._metrics.model, level], histogram.buckets(), histogram.total)
+            yield found
 
-    def _by_rank(self) -> Iterable[Metric]:
+    def _by_rank(self) -> Iterable[MetricFamily]:
         """Gauges by data-parallel rank; a rank that does not run has only `up`, which is 0."""
-        for key, text in _RANK_GAUGES.items():
-            family = GaugeMetricFamily(f"tokenyard_rank_{key}", text, labels=["model", "dp_rank"])
+        for metric in RANK:
+            found, key = family(metric), metric.key.removeprefix("rank_")
             for rank, gauges in self._metrics.ranks.items():
                 if key in gauges:
-                    family.add_metric([self._metrics.model, str(rank)], gauges[key])
-            if family.samples:
-                yield family
+                    found.add_metric([self._metrics.model, str(rank)], gauges[key])
+            if found.samples:
+                yield found
 
-    def _by_tp_rank(self) -> Iterable[Metric]:
+    def _by_tp_rank(self) -> Iterable[MetricFamily]:
         """Gauges by tensor- and pipeline-parallel rank; none for a model on one device."""
-        for key, (name, text) in _TP_RANK_GAUGES.items():
-            for kind in ("tp_rank", "pp_rank"):
-                family = GaugeMetricFamily(f"tokenyard_{kind}_{name}", text, labels=["model", "dp_rank", kind])
-                for group, ranks in self._metrics.tp_ranks.items():
-                    for rank in ranks:
-                        if kind in rank:
-                            labels = [self._metrics.model, group.removeprefix("rank "), str(rank[kind])]
-                            family.add_metric(labels, rank[key])
-                if family.samples:
-                    yield family
-
-    def _counter(self, key: str, name: str, model_label: str) -> Metric:
-        """A counter with one sample per combination of labels seen so far."""
-        text, labels = COUNTERS[key]
-        family = CounterMetricFamily(name, text, labels=[model_label, *labels])
-        for (counter, values), amount in self._metrics.counters.items():
-            if counter == key:
-                family.add_metric([self._metrics.model, *values], amount)
-        return family
+        for metric in TP_RANK:
+            found, kind = family(metric), metric.labels[-1]
+            name = metric.key.removeprefix(f"{kind}_")
+            for group, ranks in self._metrics.tp_ranks.items():
+                for rank in ranks:
+                    if kind in rank:
+                        labels = [self._metrics.model, group.removeprefix("rank "), str(rank[kind])]
+                        found.add_metric(labels, rank[_RANK_REPORTED[name]])
+            if found.samples:
+                yield found
 
 
-def lookahead_families(model: str, adaptive: Mapping[str, Any]) -> Iterable[Metric]:
+def lookahead_families(model: str, adaptive: Mapping[str, Any]) -> Iterable[MetricFamily]:
     """Metrics from the report of policy adaptive, by candidate; none for an empty report."""
     if not adaptive:
         return
-    for name, (key, text) in _LOOKAHEAD_TOTALS.items():
-        total = CounterMetricFamily(f"tokenyard_{name}", text, labels=["model"])
-        total.add_metric([model], adaptive[key])
-        yield total
-    for name, (key, text) in _LOOKAHEAD_SCORES.items():
-        gauge = GaugeMetricFamily(f"tokenyard_{name}", text, labels=["model", "candidate"])
-        for score in adaptive["scores"]:
-            gauge.add_metric([model, score["name"]], score[key])
-        yield gauge
-    switches = CounterMetricFamily(
-        "tokenyard_policy_switches", "times that policy adaptive changed to a candidate", labels=["model", "candidate"]
-    )
-    for switch in adaptive["switches"]:
-        switches.add_metric([model, switch["candidate"]], switch["times"])
-    yield switches
+    for metric in LOOKAHEAD:
+        found = family(metric)
+        if metric.key == "policy_switches":
+            for switch in adaptive["switches"]:
+                found.add_metric([model, switch["candidate"]], switch["times"])
+        elif "candidate" in metric.labels:
+            for score in adaptive["scores"]:
+                found.add_metric([model, score["name"]], score[_REPORTED[metric.key]])
+        else:
+            found.add_metric([model], adaptive[_REPORTED[metric.key]])
+        yield found
