@@ -398,3 +398,28 @@ def test_sessions_that_cannot_run_are_one_clear_line(tmp_path, monkeypatch, word
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=complaint):
         run_simulate(simulate_args(*words.split()))
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [("plan", "run simulate with it at several values of --replicas"), ("goodput fcfs", "give --sessions-per-hour R")],
+)
+def test_searches_refuse_sessions_that_have_no_rate_and_say_what_to_use(tmp_path, capsys, command, instead):
+    argv = [*command.split(), *session_folder(tmp_path), "--concurrent-sessions", "2"]
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--concurrent-sessions has none" in line
+    assert instead in line
+
+
+def test_goodput_of_sessions_counts_sessions_per_hour(tmp_path, capsys):
+    (tmp_path / "trace").mkdir()
+    words = (
+        "--sessions-per-hour 3600 --long-sessions cut --targets 0.5 --tolerance 0.5 --slo-ttft-ms 30 --slo-ttft-scale 0"
+    )
+    argv = [*session_folder(tmp_path / "trace"), *words.split(), "--report", str(tmp_path / "r.html")]
+    assert main(["goodput", "fcfs", *argv]) == 0
+    assert "(sessions/h)" in capsys.readouterr().out
+    page = (tmp_path / "r.html").read_text()
+    assert "sessions/h" in page
+    assert "requests/s" not in page

@@ -9,7 +9,7 @@ import pytest
 from tests.sim.small_workloads import setup, workload
 from tokenyard.base import ConfigError
 from tokenyard.sim.engine.presets import preset, preset_names
-from tokenyard.sim.report.comparison import beyond, write_curves, write_report
+from tokenyard.sim.report.comparison import OfferedLoad, beyond, write_curves, write_report
 from tokenyard.sim.report.slo_misses import missed
 from tokenyard.sim.report.svg_charts import Chart, picture
 from tokenyard.sim.report.timeline import MAX_SAMPLES, PerfettoTrace, Timeline
@@ -152,12 +152,13 @@ def test_misses_are_shown_by_target_and_by_kind(tmp_path):
 
 def test_goodput_curves_have_a_line_per_setting(tmp_path):
     found = {"a": {"0.9": 1.25, "0.99": 1.0}, "b": {"0.9": 1.0, "0.99": 0.0}}
-    write_curves(tmp_path / "curves.html", {"a": [(1.0, 1.0), (2.0, 0.5)], "b": [(1.0, 0.9)]}, found, "Goodput", 5.53)
+    load, points = OfferedLoad(5.53, "requests/s"), {"a": [(1.0, 1.0), (2.0, 0.5)], "b": [(1.0, 0.9)]}
+    write_curves(tmp_path / "curves.html", points, found, "Goodput", load)
     (chart,) = data_of(tmp_path / "curves.html")
     assert [one["label"] for one in chart["series"]] == ["a", "b", "90 %", "99 %"]
     page = (tmp_path / "curves.html").read_text()
     assert "1 is 5.53 requests/s" in chart["x"]["label"]
-    assert "<td class=best>1.25 (6.91/s)</td><td>1.00 (5.53/s)</td>" in page
+    assert "<td class=best>1.25 (6.91)</td><td>1.00 (5.53)</td>" in page
 
 
 def test_a_long_timeline_is_thinned_out_evenly():

@@ -144,6 +144,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("presets and policies are given by --policies here, not as --preset or --schedule-policy")
     if args.seed < 0 or not 0.0 < args.request_rate < float("inf"):
         raise ConfigError("--seed must be at least 0 and --request-rate above 0")
+    if args.concurrent_sessions:
+        raise ConfigError(
+            "plan draws other arrivals of the same traffic, and --concurrent-sessions has none; run simulate with it "
+            "at several values of --replicas instead"
+        )
     for flag in ("json", "report"):
         check_output(getattr(args, flag), f"--{flag}")
 

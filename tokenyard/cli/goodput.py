@@ -26,7 +26,7 @@ from tokenyard.cli.simulation_arguments import (
 from tokenyard.cli.task_pool import TaskPool, add_ray_argument
 from tokenyard.cli.terminal import command_line
 from tokenyard.sim.planner.trial import largest_scale
-from tokenyard.sim.report.comparison import facts_of, slo_text, trust, write_curves
+from tokenyard.sim.report.comparison import OfferedLoad, facts_of, offered_load, slo_text, trust, write_curves
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import Outcome, Setup, simulate
 from tokenyard.sim.traces.workload import Workload
@@ -113,6 +113,11 @@ class Curve:
 def run_goodput(args: argparse.Namespace) -> int:
     """Search for every setting and target and write the requested outputs. Returns the exit status."""
     check_named(args)
+    if args.concurrent_sessions:
+        raise ConfigError(
+            "goodput searches for a rate, and --concurrent-sessions has none; give --sessions-per-hour R instead, or "
+            "run compare at several values of --concurrent-sessions"
+        )
     targets = _targets(args.targets)
     for flag, allowed in SEARCH_RANGES.items():
         allowed.check(f"--{flag.replace('_', '-')}", getattr(args, flag))
@@ -130,13 +135,13 @@ def run_goodput(args: argparse.Namespace) -> int:
             if args.ray is None:
                 curve.bar = bar
                 found[name] = curve.search(targets)
-    rate = len(workload) / max(workload.span_s, 1e-9)
-    _write(args, found, curves, rate)
+    load = offered_load(workload)
+    _write(args, found, curves, load)
     if not args.quiet:
         setup = named_setup(args, workload, args.names[0])
         title = f"{workload.name} on {setup.replicas} x {setup.profile.name}"
         print(f"{title} (cost model error: {trust(setup.profile.error)}); SLO: {slo_text(setup.slo)}")
-        Console().print(_table(found, rate))
+        Console().print(_table(found, load))
         if warning := next(iter(points_of(curves)))["warning"]:
             print_warning(Console(), warning)
         print_notes(workload.notes)
@@ -167,7 +172,9 @@ def _targets(text: str) -> list[float]:
     return targets
 
 
-def _write(args: argparse.Namespace, found: dict[str, dict[str, float]], curves: dict[str, Curve], rate: float) -> None:
+def _write(
+    args: argparse.Namespace, found: dict[str, dict[str, float]], curves: dict[str, Curve], load: OfferedLoad
+) -> None:
     points = {name: sorted(curve.points.items()) for name, curve in curves.items()}
     write_numbers(args.json, {"largest_scale": found, "points": points})
     if args.report is not None:
@@ -176,15 +183,15 @@ def _write(args: argparse.Namespace, found: dict[str, dict[str, float]], curves:
         setup = named_setup(args, first.workload, first.name)
         facts, warning = facts_of(first.workload, setup, command_line()), setup.profile.warning
         title = f"Goodput on {first.workload.name}"
-        write_curves(args.report, lines, found, title, rate, facts, [warning] if warning else [])
+        write_curves(args.report, lines, found, title, load, facts, [warning] if warning else [])
 
 
-def _table(found: dict[str, dict[str, float]], rate: float) -> Table:
-    table = Table(title="largest rate scale (requests/s)")
+def _table(found: dict[str, dict[str, float]], load: OfferedLoad) -> Table:
+    table = Table(title=f"largest rate scale ({load.unit})")
     table.add_column("")
     targets = next(iter(found.values()))
     for target in targets:
         table.add_column(f"{100 * float(target):g} %", justify="right")
     for name, scales in found.items():
-        table.add_row(name, *(f"{scale:.2f} ({scale * rate:.1f})" for scale in scales.values()))
+        table.add_row(name, *(f"{scale:.2f} ({scale * load.rate:.1f})" for scale in scales.values()))
     return table

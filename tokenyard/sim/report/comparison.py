@@ -18,6 +18,7 @@ from tokenyard.sim.report.summary import length_classes, summary, wait_s
 from tokenyard.sim.report.svg_charts import Chart
 from tokenyard.sim.report.timeline import Timeline
 from tokenyard.sim.simulate import DefaultSlo, Outcome, Setup
+from tokenyard.sim.traces.sessions import S_PER_HOUR
 from tokenyard.sim.traces.workload import Workload
 
 CDF_POINTS = 300
@@ -117,10 +118,12 @@ def write_report(
 
 def facts_of(workload: Workload, setup: Setup, command: str = "") -> dict[str, str]:
     """The facts about a run that every page shows."""
+    load, sessions = offered_load(workload), workload.sessions
+    where = f"in {sessions.count} sessions" if sessions and not workload.span_s else f"over {workload.span_s:.0f} s"
     return {
         "command": command,
-        "trace": f"{workload.name}: {len(workload)} requests over {workload.span_s:.0f} s",
-        "rate": f"{rate_of(workload):.4g} requests/s",
+        "trace": f"{workload.name}: {len(workload)} requests {where}",
+        "rate": f"{load.rate:.4g} {load.unit}",
         "device": f"{setup.replicas} x {setup.profile.name}",
         "cost model": f"{setup.profile.source}; error: {trust(setup.profile.error)}",
         "SLO": slo_text(setup.slo),
@@ -198,21 +201,40 @@ def _blame(found: Mapping[str, BoolArray], mask: BoolArray) -> str:
     return f"{whole:.1f} %: " + " / ".join(f"{share:.1f}" for share in shares) if whole else "0 %"
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedLoad:
+    """The load of a trace, at rate scale 1."""
+
+    rate: float
+    """A number of `unit`."""
+    unit: str
+    """Requests or sessions, per time."""
+
+
+def offered_load(workload: Workload) -> OfferedLoad:
+    """Requests per second, or sessions per hour where only a run tells when their turns arrive."""
+    sessions = workload.sessions
+    if sessions is None or workload.span_s:
+        return OfferedLoad(rate_of(workload), "requests/s")
+    span_s = max(float(sessions.start_s.max()), 1e-9)
+    return OfferedLoad(S_PER_HOUR * sessions.count / span_s, "sessions/h")
+
+
 def write_curves(
     path: Path,
     curves: Mapping[str, Sequence[tuple[float, float]]],
     found: Mapping[str, Mapping[str, float]],
     title: str,
-    rate: float,
+    load: OfferedLoad,
     facts: Mapping[str, str] | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
     """Write a page with goodput curves: per policy the (rate scale, SLO attainment) points that were run.
 
-    `rate` is the trace's own, in requests per second. `found` holds the largest scales: policy -> target -> scale.
+    `load` is the trace's own. `found` holds the largest scales: policy -> target -> scale.
     """
-    load = f"rate scale of the trace (1 is {rate:.3g} requests/s)"
-    chart = Chart("Goodput: SLO attainment against load", load, "requests that met their SLO (%)")
+    axis = f"rate scale of the trace (1 is {load.rate:.3g} {load.unit})"
+    chart = Chart("Goodput: SLO attainment against load", axis, "requests that met their SLO (%)")
     for name, points in curves.items():
         ordered = sorted(points)
         chart.line([scale for scale, _ in ordered], [100.0 * share for _, share in ordered], name)
@@ -223,9 +245,9 @@ def write_curves(
     rows = []
     for target in targets:
         largest = [found[name].get(f"{target:g}") for name in found]
-        texts = ["-" if one is None else f"{one:.2f} ({one * rate:.3g}/s)" for one in largest]
+        texts = ["-" if one is None else f"{one:.2f} ({one * load.rate:.3g})" for one in largest]
         rows.append(Row(f"at {100.0 * target:g} %", texts, largest, "more"))
-    table = Table("Largest rate scale (requests/s)", list(found), rows)
+    table = Table(f"Largest rate scale ({load.unit})", list(found), rows)
     write_page(path, Report(title, facts or {}, [Section("Against load", [chart], [table])], list(curves), warnings))
 
 
