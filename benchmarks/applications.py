@@ -118,7 +118,7 @@ def schemas(most: int, peer: str, folder: Path) -> None:
 
 
 def first_token_s(address: tuple[str, int], schema: Any) -> float:
-    """Seconds from sending a request to the first bytes of its stream's body, on a connection of its own."""
+    """Seconds from sending a request to the first bytes of its stream's body, on a separate connection."""
     body = {"prompt": "Once", "max_tokens": 2, "stream": True, "temperature": 0}
     connection = http.client.HTTPConnection(*address, timeout=60)
     connection.connect()
@@ -176,7 +176,7 @@ async def pace(api: LocalApi, tokens: int, costly: list[dict[str, Any]]) -> list
 
 
 def hostile(tokens: int) -> None:
-    """Print the pace of plain streams, alone and beside costly grammars that are new each time."""
+    """Print the pace of plain streams, alone and with costly grammars that are new each time."""
     optional = {"type": "object", "properties": {f"p{place}": {"type": "integer"} for place in range(900)}}
     costly = {
         "alone": [],

@@ -50,8 +50,8 @@ class Server:
         request = urllib.request.Request(self._url + "/generate", data, {"content-type": "application/json"})
         begin = time.perf_counter()
         with urllib.request.urlopen(request, timeout=600) as answer:
-            told = json.load(answer)
-        return told["output_ids"], told["meta_info"]["cached_tokens"], time.perf_counter() - begin
+            answered = json.load(answer)
+        return answered["output_ids"], answered["meta_info"]["cached_tokens"], time.perf_counter() - begin
 
     def stop(self) -> None:
         """Stop it as an operator would."""
@@ -68,7 +68,7 @@ def measure(model: str, tokens: int, flags: list[str]) -> tuple[list[int], int, 
     answer, _, _ = first.ask(prompt, ANSWER_TOKENS)
     first.stop()
     second = Server(model, *flags)
-    # What a first request costs beside its tokens is not counted.
+    # The cost of a first request beyond its tokens is not counted.
     second.ask(question, 1)
     found = second.ask(prompt + answer + question, 1)
     second.stop()

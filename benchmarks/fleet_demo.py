@@ -115,7 +115,7 @@ def as_profiled(error):
     return 1.0
 
 
-def foretold(served, histories, times=as_profiled):
+def predicted(served, histories, times=as_profiled):
     """What is compared, of all runs together. times: from the error of a profile, how many times as long steps take."""
     outcomes = []
     for run in served.runs:
@@ -152,16 +152,16 @@ def compare(served):
     print(f"{engines} engines: calibrations around a burst are {100 * max(drifts):.0f} % apart at most")
     ttft, tpot = latencies(served.runs)
     real = figures(ttft, tpot, sum(end_s(run.answers) for run in served.runs), served.target_s)
-    told, own = foretold(served, around), foretold(served, served.found.own)
-    faster, slower = (foretold(served, around, lambda error, side=side: off_by(error)[side]) for side in (0, 1))
+    common, own = predicted(served, around), predicted(served, served.found.own)
+    faster, slower = (predicted(served, around, lambda error, side=side: off_by(error)[side]) for side in (0, 1))
     outside = 0
     for name, value in real.items():
         low, high = sorted((faster[name], slower[name]))
         outside += not low <= value <= high
-        off = told[name] - value if name == "attainment" else told[name] / value - 1.0
+        off = common[name] - value if name == "attainment" else common[name] / value - 1.0
         where = "within" if low <= value <= high else "OUTSIDE"
         print(
-            f"{engines} engines, {name:>10}: served {value:8.3f}, predicted {told[name]:8.3f} ({100 * off:+.1f} %), "
+            f"{engines} engines, {name:>10}: served {value:8.3f}, predicted {common[name]:8.3f} ({100 * off:+.1f} %), "
             f"{where} {low:.3f} to {high:.3f}; own speed {own[name]:.3f}"
         )
     missed = 0

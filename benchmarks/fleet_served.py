@@ -154,10 +154,10 @@ def compare(engines, step_ms, requests, draws):
     settings, host_s = tapes[0].header.origin.settings, float(np.mean(hosts_s))
     print(f"{engines} engines: {', '.join(f'{1e6 * one:.0f}' for one in hosts_s)} us of CPU time between two steps")
     setup = Setup(profile, settings, engines, router="predicted_ttft", host_s=host_s, oracle=True)
-    told = simulated(replace(workload, arrival_s=sent_s), setup, step_ms, draws)
+    predicted = simulated(replace(workload, arrival_s=sent_s), setup, step_ms, draws)
     worst = 0.0
     for name, value in real.items():
-        guess, spread = told[name]
+        guess, spread = predicted[name]
         error = guess - value if name == "attainment" else guess / value - 1.0
         worst = max(worst, abs(error))
         pair = f"served {value:8.3f}, simulated {guess:8.3f} +- {spread:.3f}"

@@ -454,7 +454,7 @@ def parts(scale: Scale, scratch: Path) -> Iterator[tuple[str, Iterator[dict]]]:
         yield f"profile, {shape}", write_profile(shape, folder, scale)
     # Last, as most of their time is not ours.
     for shape, config in scale.shapes.items():
-        yield f"beside transformers, {shape}", against_transformers(folders[shape], config, scale)
+        yield f"compared with transformers, {shape}", against_transformers(folders[shape], config, scale)
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ PAUSE_S = 0.02
 
 
 async def ask(address, path):
-    """Milliseconds that a GET takes on a connection of its own. Raises ValueError for an answer that is not 200."""
+    """Milliseconds that a GET takes on a separate connection. Raises ValueError for an answer that is not 200."""
     begin = time.perf_counter()
     reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
@@ -81,7 +81,7 @@ def busy_share(timeline):
 
 
 async def health(address, seconds):
-    """Latencies of /health beside prefills, the share of the window in which those ran, and in how many steps."""
+    """Latencies of /health during prefills, the share of the window in which those ran, and in how many steps."""
     prefills = [asyncio.create_task(prefill_for_ever(address, seed)) for seed in range(PREFILLS_AT_ONCE)]
     await asyncio.sleep(5.0)
     await asyncio.to_thread(post, address, "/start_profile")
@@ -96,7 +96,7 @@ async def health(address, seconds):
 
 
 def read_streams(address):
-    """Open `RUNNING` streams and throw away what they bring, in a process of its own so that no probe waits for it."""
+    """Open `RUNNING` streams and throw away what they bring, in a separate process so that no probe waits for it."""
 
     async def drain():
         opened = [await open_completion(address, 100_000, f"Story {index}") for index in range(RUNNING)]
@@ -111,7 +111,7 @@ async def drain_one(reader):
 
 
 def metrics(address, seconds):
-    """Latencies of /metrics beside running streams, and how many ran."""
+    """Latencies of /metrics with running streams, and how many ran."""
     load = multiprocessing.get_context("spawn").Process(target=read_streams, args=(address,), daemon=True)
     load.start()
     while snapshot(address)["running"] < RUNNING:
@@ -131,7 +131,7 @@ def show(name, found, target_ms, note):
 
 
 def measure_health(options):
-    """The first figure, with a server of its own."""
+    """The first figure, with a separate server."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
         model = ["--model-path", folder, "--load-format", "dummy", "--skip-tokenizer-init", "--disable-radix-cache"]

@@ -74,7 +74,7 @@ class Clients:
             self._pipe.send(None)
             return self._pipe.recv()
         except (EOFError, BrokenPipeError):
-            sys.exit("the clients died; what of is told above")
+            sys.exit("the clients died; the reason is above")
 
     def close(self) -> None:
         """End the process; its streams break off."""

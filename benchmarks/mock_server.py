@@ -45,7 +45,7 @@ class AnyServer:
             said.append(line)
             match = re.search(r"ready at http://([\d.]+):(\d+)", line)
             if match:
-                # A server that nobody listens to is stalled once the pipe is full.
+                # A server whose output is not read stalls once the pipe is full.
                 rest = self._process.stderr, sys.stderr
                 threading.Thread(target=shutil.copyfileobj, args=rest, daemon=True).start()
                 return match[1], int(match[2])

@@ -217,7 +217,7 @@ def table(cases, done, best):
 
 
 def gain(rate, alone):
-    """A goodput beside that of engines that do both."""
+    """A goodput next to that of engines that do both."""
     return f"{rate:.2f} ({100 * (rate / alone - 1):+.0f} %)" if alone else f"{rate:.2f}"
 
 

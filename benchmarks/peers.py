@@ -64,7 +64,7 @@ def our_figures(folder: str, name: str, shape: dict, options: argparse.Namespace
 
 
 def peer_figures(folder: str, script: str, python: Path, shape: dict, options: argparse.Namespace) -> dict:
-    """Seconds by batch of a peer, in a process of its own environment."""
+    """Seconds by batch of a peer, in a process with its own environment."""
     command = [str(python), str(Path(__file__).with_name(script)), folder]
     command += ["--batches", *map(str, options.batches), "--vocabulary", str(shape["vocab_size"])]
     for name in ("prompt_tokens", "new_tokens", "rounds", "threads"):

@@ -35,24 +35,24 @@ CHUNK_TOKENS = 8192
 ROUNDS = 1000
 
 
-def read_plans(memory: int, bell: int, told: int, rank: int, ranks: int) -> None:
+def read_plans(memory: int, bell: int, times_out: int, rank: int, ranks: int) -> None:
     """Be a rank: take plans to the end, then tell when each was decoded (int64 ns)."""
     ring, times = RingReader(SharedMemory(memory, ranks), rank, bell), []
     while (frame := ring.receive()) is not None:
         decode_plan(frame)
         times.append(time.monotonic_ns())
-    with os.fdopen(told, "wb") as out:
+    with os.fdopen(times_out, "wb") as out:
         out.write(np.array(times, np.int64).tobytes())
 
 
 def start_reader(memory: int, rank: int, ranks: int) -> tuple[int, int]:
     """Start one; returns the bell's end to write to and the one to read its times from."""
-    (hears, bell), (times, told) = os.pipe(), os.pipe()
-    fds = (memory, hears, told)
+    (hears, bell), (times, times_out) = os.pipe(), os.pipe()
+    fds = (memory, hears, times_out)
     command = [sys.executable, "-m", "benchmarks.plan_bytes", "--reader", *map(str, (*fds, rank, ranks))]
     subprocess.Popen(command, pass_fds=fds)
     os.close(hears)
-    os.close(told)
+    os.close(times_out)
     return bell, times
 
 
@@ -61,10 +61,10 @@ class Connected:
 
     def __init__(self, ranks: int, first: bytes) -> None:
         with socket.create_server((LOOPBACK, 0)) as door:
-            self.times, told = os.pipe()
-            place = map(str, (told, door.getsockname()[1], ranks))
-            subprocess.Popen([sys.executable, "-m", "benchmarks.plan_bytes", "--relay", *place], pass_fds=(told,))
-            os.close(told)
+            self.times, times_out = os.pipe()
+            place = map(str, (times_out, door.getsockname()[1], ranks))
+            subprocess.Popen([sys.executable, "-m", "benchmarks.plan_bytes", "--relay", *place], pass_fds=(times_out,))
+            os.close(times_out)
             self._link, _ = open_node_connection(door.accept()[0], own_hello(0), b"", dialled=False)
         self.send(first)
         assert isinstance(self._link.receive(), NodeHeartbeat)
@@ -78,7 +78,7 @@ class Connected:
         self._link.leave(NodeEnded(""))
 
 
-def relay(told: int, port: int, ranks: int) -> None:
+def relay(times_out: int, port: int, ranks: int) -> None:
     """Be another node: pass on what comes, then tell when its ranks had it."""
     link, _ = open_node_connection(socket.create_connection((LOOPBACK, port)), own_hello(1), b"", dialled=True)
     first = link.receive()
@@ -92,7 +92,7 @@ def relay(told: int, port: int, ranks: int) -> None:
     for pipe in times:
         with os.fdopen(pipe, "rb") as found:
             arrived.append(np.frombuffer(found.read(), np.int64))
-    with os.fdopen(told, "wb") as out:
+    with os.fdopen(times_out, "wb") as out:
         out.write(np.max(arrived, axis=0).tobytes())
 
 
@@ -151,9 +151,9 @@ def measure(plan: StepPlan, plans: int, ranks: int, pause_s: float, *, node: boo
     way_out.close()
     arrived = []
     for times in readers:
-        with os.fdopen(times, "rb") as told:
+        with os.fdopen(times, "rb") as times_out:
             # The first to a ring is sent before anyone has started, and does not count.
-            arrived.append(np.frombuffer(told.read(), np.int64)[-plans:])
+            arrived.append(np.frombuffer(times_out.read(), np.int64)[-plans:])
     start = np.array(begun)
     way = (np.max(arrived, axis=0) - start) / 1000
     data = encode_plan(plan)
@@ -177,8 +177,8 @@ def main() -> None:
     parser.add_argument("--reader", type=int, nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.reader:
-        memory, bell, told, rank, ranks = args.reader
-        read_plans(memory, bell, told, rank, ranks)
+        memory, bell, times_out, rank, ranks = args.reader
+        read_plans(memory, bell, times_out, rank, ranks)
         return
     if args.relay:
         relay(*args.relay)

@@ -1,6 +1,6 @@
 """CPU cost of a policy in one step: order, and the first 32 candidates drawn and charged, by length of the queue.
 
-The workload of the SGLang 0.5.7 figures printed beside ours: a tree of 20,000 sequences (conversations of four turns
+The workload of the SGLang 0.5.7 figures printed next to ours: a tree of 20,000 sequences (conversations of four turns
 under eight system prompts, 4.3 M tokens), waiting prompts of 2,048 tokens, half of them with 1,024 cached tokens, a
 quarter with a cached system prompt, an eighth cold and an eighth sharing 512 uncached tokens in groups of eight.
 Afterwards the upkeep that makes it possible: what an arrival, an admission, an insert and an evicted leaf cost with so

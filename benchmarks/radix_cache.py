@@ -6,7 +6,7 @@ The workload: eight system prompts of 256 tokens; conversations of four turns of
 by turn until the tree has seen the asked number of sequences; twelve probes each of 512, 4096 and 32768 tokens,
 inserted in four steps. Every operation is timed alone, as CPU time of the thread (the timer's own cost, printed first,
 is part of every figure), with the garbage collector off and keys made beforehand in new memory. A match gives a handle;
-its page ids are a row of their own. `evict` includes giving the pages back to the allocator.
+its page ids are a separate row. `evict` includes giving the pages back to the allocator.
 """
 
 import argparse

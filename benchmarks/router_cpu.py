@@ -147,7 +147,7 @@ def direct(port, options):
 
 
 def judge(found):
-    """Which of the bounds ours misses, beside the best peer that ran."""
+    """Which of the bounds ours misses, compared with the best peer that ran."""
     ours, base = found["tokenyard"], found["direct"]
     peers = [figures for name, figures in found.items() if name not in ("tokenyard", "direct")]
     missed = []

@@ -90,7 +90,7 @@ KINDS = {"vllm": vllm_command, "llama": llama_command}
 
 
 class Engine:
-    """An engine of its own process group, with its log in a file."""
+    """An engine in its own process group, with its log in a file."""
 
     def __init__(self, kind, python, folder):
         self.kind, self._python, self._folder = kind, python, folder
@@ -185,7 +185,7 @@ def counters(route):
 
 
 def plain(route, direct, tokens):
-    """A completion, a chat and a stream by the router, beside those of an engine asked directly."""
+    """A completion, a chat and a stream by the router, and the same from an engine directly."""
     same = 0
     for prompt in PROMPTS:
         asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}

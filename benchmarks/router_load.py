@@ -1,7 +1,7 @@
 """Mock workers and a load generator for measuring routers: raw protocols, so that they cost little compared with what
 is measured.
 
-As a module of its own it is the worker: `python -m benchmarks.router_load PORT...` answers on these ports at once, or
+As a separate module it is the worker: `python -m benchmarks.router_load PORT...` answers on these ports at once, or
 with a stream of `chunks` events `gap_ms` apart where the body asks for one.
 """
 
@@ -155,7 +155,7 @@ async def call(port, bodies, connections):
 
 
 def run(port, bodies, connections):
-    """`call` in a loop of its own."""
+    """`call` in a separate event loop."""
     return uvloop.run(call(port, bodies, connections))
 
 

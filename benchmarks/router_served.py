@@ -97,17 +97,17 @@ async def converse(port, number, turns, seen):
 
 
 async def load(port, options, disturb=None):
-    """All conversations, `options.clients` at a time; `disturb` runs beside them."""
+    """All conversations, `options.clients` at a time; `disturb` runs at the same time."""
     seen, gate = [], asyncio.Semaphore(options.clients)
 
     async def one(number):
         async with gate:
             await converse(port, number, options.turns, seen)
 
-    beside = asyncio.create_task(disturb()) if disturb else None
+    disturbing = asyncio.create_task(disturb()) if disturb else None
     await asyncio.gather(*(one(number) for number in range(options.conversations)))
-    if beside is not None:
-        await beside
+    if disturbing is not None:
+        await disturbing
     return seen
 
 

@@ -37,7 +37,7 @@ async def steady(address, streams):
 
 
 async def lags(address, streams):
-    """Milliseconds from the last token's commit to the client, of short streams beside many long ones."""
+    """Milliseconds from the last token's commit to the client, of short streams among many long ones."""
     tokens = 8000
     opened = [await open_completion(address, tokens, f"Long {index}") for index in range(streams - PROBES)]
     readers = [asyncio.create_task(read_all(stream, Counter())) for stream in opened]

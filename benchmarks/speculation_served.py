@@ -67,14 +67,14 @@ def tokens_per_verify(outcomes: list[Outcome]) -> str:
 
 def compare(name: str, runs: list[Run], found: Calibrations, targets: dict[str, float]) -> float:
     """Print a setting's figures, served and predicted; returns the larger error of tokens a second and goodput."""
-    told, own = (
+    common, own = (
         [simulate(run.workload, found.setup(heard[run.number])) for run in runs] for heard in (found.around, found.own)
     )
     tokens = sum(int(run.workload.output_tokens.sum()) for run in runs)
     scaled = [{key: scale * value for key, value in targets.items()} for scale in TARGET_SCALES]
     rows = {
         "served": [measured_numbers(runs, one) for one in scaled],
-        "foretold": [simulated_numbers(told, one) for one in scaled],
+        "predicted": [simulated_numbers(common, one) for one in scaled],
         "at own speed": [simulated_numbers(own, one) for one in scaled],
     }
     figures: dict[str, dict[str, float]] = {}
@@ -85,11 +85,11 @@ def compare(name: str, runs: list[Run], found: Calibrations, targets: dict[str, 
         shown = ("tokens_per_s", "goodput", "attainment", "ttft_p50_ms", "tpot_p50_ms", "tpot_p90_ms")
         print(f"{name:>16} {what:>12}: " + ", ".join(f"{key} {row[key]:.3g}" for key in shown), flush=True)
         figures[what] = row
-    served, foretold = figures["served"], figures["foretold"]
-    errors = [abs(foretold[key] / served[key] - 1.0) for key in ("tokens_per_s", "goodput")]
+    served, predicted = figures["served"], figures["predicted"]
+    errors = [abs(predicted[key] / served[key] - 1.0) for key in ("tokens_per_s", "goodput")]
     print(
         f"{name:>16}: off by {100 * errors[0]:.1f} % (tokens/s) and {100 * errors[1]:.1f} % (goodput); predicted are "
-        f"{tokens_per_verify(told)} tokens per verifying step"
+        f"{tokens_per_verify(common)} tokens per verifying step"
     )
     return max(errors)
 
