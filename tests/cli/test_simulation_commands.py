@@ -401,15 +401,17 @@ def test_sessions_that_cannot_run_are_one_clear_line(tmp_path, monkeypatch, word
 
 
 @pytest.mark.parametrize(
-    ("command", "instead"),
-    [("plan", "run simulate with it at several values of --replicas"), ("goodput fcfs", "give --sessions-per-hour R")],
+    ("command", "complaint"),
+    [
+        ("plan --concurrent-sessions 2", "run simulate at several values of --replicas"),
+        ("plan --sessions-per-hour 60", "run simulate at several values of --replicas"),
+        ("goodput fcfs --concurrent-sessions 2", "give --sessions-per-hour R"),
+    ],
 )
-def test_searches_refuse_sessions_that_have_no_rate_and_say_what_to_use(tmp_path, capsys, command, instead):
-    argv = [*command.split(), *session_folder(tmp_path), "--concurrent-sessions", "2"]
-    assert main(argv) == 2
+def test_searches_refuse_sessions_that_they_cannot_redraw_and_say_what_to_use(tmp_path, capsys, command, complaint):
+    assert main([*command.split(), *session_folder(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--concurrent-sessions has none" in line
-    assert instead in line
+    assert complaint in line
 
 
 def test_goodput_of_sessions_counts_sessions_per_hour(tmp_path, capsys):

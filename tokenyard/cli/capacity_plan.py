@@ -106,6 +106,11 @@ def run_capacity_plan(args: argparse.Namespace) -> int:
     """Search and write the requested outputs. Returns the exit status: 1 if no available fleet meets the target."""
     _check(args)
     workload = load_workload(args)
+    if workload.sessions is not None:
+        raise ConfigError(
+            "plan draws other arrivals of the same traffic, and turns of sessions arrive when those before them end; "
+            "run simulate at several values of --replicas instead"
+        )
     options = make_options(args, workload)
     with progress_bar(args.quiet) as bar, TaskPool(workload, args.jobs, bar, args.ray) as pool:
         planner = planner_on(pool, workload, args)
@@ -144,11 +149,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("presets and policies are given by --policies here, not as --preset or --schedule-policy")
     if args.seed < 0 or not 0.0 < args.request_rate < float("inf"):
         raise ConfigError("--seed must be at least 0 and --request-rate above 0")
-    if args.concurrent_sessions:
-        raise ConfigError(
-            "plan draws other arrivals of the same traffic, and --concurrent-sessions has none; run simulate with it "
-            "at several values of --replicas instead"
-        )
     for flag in ("json", "report"):
         check_output(getattr(args, flag), f"--{flag}")
 
