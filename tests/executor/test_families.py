@@ -107,7 +107,9 @@ def test_mxfp4_is_read_as_transformers_reads_it(folder, tmp_path):
     plain = copied(path, tmp_path / "plain", whole)
     edit(path, quantization_config={"quant_method": "mxfp4"})
     prompt = prompt_of(12, seed=1)
-    torch.testing.assert_close(first_logits(path, prompt), first_logits(plain, prompt), rtol=1e-5, atol=1e-5)
+    # Native products would round their inputs to bytes for packed weights; torch's layers unpack them.
+    ours, theirs = (first_logits(where, prompt, model_impl="torch") for where in (path, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     name = "model.layers.1.mlp.experts.down_proj"
     for change, says in (
         ({f"{name}_scales": None}, rf"lacks {name}_blocks or {name}_scales"),

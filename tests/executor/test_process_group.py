@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -95,8 +96,9 @@ def test_an_idle_batch_that_fails_ends_the_group():
     ]
     heard, reasons = threading.Event(), []
     ranks[1].on_lost(lambda reason: (reasons.append(reason), heard.set()))
-    ranks[0].begin(4)
-    ranks[0].end()
+    with suppress(DeviceLostError):  # if the group ends before rank 0 has begun
+        ranks[0].begin(4)
+        ranks[0].end()
     assert heard.wait(WAIT_S)
     assert "rank 1 failed in an idle batch: ValueError: no kernel image" in reasons[0]
     with pytest.raises(DeviceLostError, match="rank 1 has gone"):

@@ -338,7 +338,7 @@ class PrefillAdder:
         rows in flight come back when their plans commit; until then the newcomer waits at the front.
         """
         victims = self._preemption_candidates(row)
-        victims = victims[: self._victims_needed(victims, missing_tokens, missing_windows)]
+        victims = victims[: self._victims_needed(row, victims, missing_tokens, missing_windows)]
         if not victims:
             return False
         left = self._without(victims)
@@ -363,9 +363,9 @@ class PrefillAdder:
         taken.update(victims)
         return victims + [victim for victim in self._limits.borrowers(self._views, row) if victim not in taken]
 
-    def _victims_needed(self, victims: list[int], missing_tokens: int, missing_windows: int) -> int:
-        """How many of `victims`, from the first on, to preempt to free `missing_tokens`, and `missing_windows` in the
-        layers with a window; 0 if all of them are too few.
+    def _victims_needed(self, row: int, victims: list[int], missing_tokens: int, missing_windows: int) -> int:
+        """How many of `victims`, from the first on, to preempt to free the `missing_tokens` of `row`, and
+        `missing_windows` in the layers with a window; 0 if all of them are too few.
 
         Locks in the tree are lifted for a moment, which shows how many pages rows with a common prefix hold together.
         """
@@ -373,6 +373,7 @@ class PrefillAdder:
         if max(missing_tokens, missing_windows) <= 0:
             return min(len(victims), 1)
         reserved, private = self._growth(self._views) + self._unplanned(self._views), 0
+        growth = self._policy.headroom.newcomer_tokens(table, row)
         most = int(table.held[victims].sum()) + memory.page_size * len(victims) + reserved
         if most < missing_tokens:
             return 0
@@ -386,6 +387,8 @@ class PrefillAdder:
             gained = memory.page_size * (memory.tree.evictable_pages - evictable + private)
             left = self._without(victims[: len(lifted)])
             gained += reserved - self._growth(left) - self._unplanned(left)
+            # What the newcomer adds to a peak depends on the rows that are left.
+            gained += growth - self._policy.headroom.newcomer_tokens(table, row)
             if gained >= missing_tokens and self._windows_gained(victims[: len(lifted)]) >= missing_windows:
                 needed = len(lifted)
                 break
