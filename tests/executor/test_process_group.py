@@ -101,5 +101,6 @@ def test_an_idle_batch_that_fails_ends_the_group():
         ranks[0].end()
     assert heard.wait(WAIT_S)
     assert "rank 1 failed in an idle batch: ValueError: no kernel image" in reasons[0]
-    with pytest.raises(DeviceLostError, match="rank 1 has gone"):
+    # Rank 0 hears which rank has gone, or finds its connection closed first.
+    with pytest.raises(DeviceLostError, match="has gone"):
         ranks[0].begin(4)
