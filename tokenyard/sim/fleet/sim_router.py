@@ -232,6 +232,8 @@ class SimRouting:
     def _send(self, call: RoutedRequest, action: Send[RoutedRequest], now: int) -> None:
         target = action.choice.target
         self.predicted_tokens += action.choice.predicted
+        # Its lists are as long as the fleet; while requests are open they would only keep the garbage collector busy.
+        call.choice = None
         self.open_calls[call.request.number] = call
         replica, rank = target.worker.replica, target.rank or 0
         call.scheduler = replica * self._places.ranks + rank
