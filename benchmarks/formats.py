@@ -1,9 +1,9 @@
-"""Packed weights on a CPU: the same GGUF file in Tokenyard and in llama.cpp, by turns in one run.
+"""Packed weights on a CPU: the same GGUF file in Tokenyard and in llama.cpp, alternating in one run.
 
 Run from the repository root: `python -m benchmarks.formats [--shapes smol qwen] [--kinds Q4_0 Q4_K_M Q8_0]
 [--threads 2] [--llamacpp /tmp/llama/bin/python]` (peer_llamacpp.py says how to make such an environment; the extra
 `gguf` writes the files). Random weights of a shape, prompts of random tokens, greedy, nothing cached. Each engine runs
-`--rounds` times, by turns, each time in a process of its own; a figure is the median of its rounds. Ours has the
+`--rounds` times, alternating, each time in a new process; a figure is the median of its rounds. Ours has the
 scheduler and the sampler in it, llama.cpp is driven by its low-level interface.
 
 decode: tokens a second of whole answers less those of prefill. floor: what reading the file's weights and the keys once
@@ -109,7 +109,7 @@ def resident() -> dict[str, int]:
 
 
 def ours(options: argparse.Namespace) -> None:
-    """Print one round of ours as a JSON line for each batch, and one for the memory."""
+    """Print one round of Tokenyard as a JSON line for each batch, and one for the memory."""
     before, vocabulary = resident(), options.vocabulary
     pool = 5 * max(options.batches) * (options.prompt_tokens + options.new_tokens) // 4
     settings = {"device": "cpu", "dtype": options.dtype, "threads": options.threads, "skip_tokenizer_init": True}
@@ -123,7 +123,7 @@ def ours(options: argparse.Namespace) -> None:
 
 
 def our_round(path: Path, shape: dict, options: argparse.Namespace) -> tuple[dict, dict]:
-    """One round of ours in a process of its own: seconds by batch, and its memory."""
+    """One round of Tokenyard in a new process: seconds by batch, and its memory."""
     command = [sys.executable, "-m", "benchmarks.formats", "--ours", str(path), "--dtype", options.dtype]
     command += ["--batches", *map(str, options.batches), "--vocabulary", str(shape["vocab_size"]), "--rounds", "1"]
     for name in ("prompt_tokens", "new_tokens", "threads"):
@@ -144,7 +144,7 @@ def speeds(rounds: list[dict], batch: int, options: argparse.Namespace) -> dict[
 
 
 def compare(name: str, kind: str, options: argparse.Namespace) -> None:
-    """Measure one file by turns and print a line for each batch."""
+    """Measure one file in both, alternating, and print a line for each batch."""
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")

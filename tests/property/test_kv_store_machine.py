@@ -92,7 +92,7 @@ class AnyDriver(RuleBasedStateMachine):
                     assert op in self.staged, "only what was gathered is written, once"
                     self.open[op] = action
                 case Prefetch(op=op) | Read(op=op) | Gather(op=op):
-                    assert op not in {*self.open, *self.answered}, "each op has a number of its own"
+                    assert op not in {*self.open, *self.answered}, "each op has a different number"
                     self.open[op] = action
                     if isinstance(event, Submitted):
                         self.may_take(op, event.stored.tokens - event.cached)

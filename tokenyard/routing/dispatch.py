@@ -283,11 +283,11 @@ class Dispatcher(Generic[W, R]):
     # Workers.
 
     def succeeded(self, target: Target[W]) -> None:
-        """The target has begun a response that is no failure of its own."""
+        """The target has begun a response without failing."""
         target.breaker.succeeded()
 
     def failed(self, target: Target[W], now: int) -> None:
-        """The target responded with a failure of its own."""
+        """The target itself failed: its response says so."""
         target.breaker.failed(now)
 
     def connection_failed(self, target: Target[W], now: int) -> list[Action[R]]:

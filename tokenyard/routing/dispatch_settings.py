@@ -11,7 +11,7 @@ class DispatchSettings:
     max_worker_requests: int = 0
     """Maximum number of open requests per target; 0: what its engine reports, else no limit."""
     dp_aware: bool = True
-    """Whether the data-parallel ranks of a worker are targets of their own."""
+    """Whether the data-parallel ranks of a worker are separate targets."""
     queue_size: int = 1000
     """Maximum number of queued requests."""
     queue_timeout_s: float = 60.0

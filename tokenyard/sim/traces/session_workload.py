@@ -193,7 +193,7 @@ class _Slices:
         self._offsets = [0]
 
     def number_blocks(self, turns: Sequence[Turn], block_tokens: int) -> None:
-        """Give the blocks of `turns` a place of their own among the streams."""
+        """Give the blocks of `turns` separate numbers among the streams."""
         runs = np.concatenate([turn.runs for turn in turns if turn.runs is not None] or [np.zeros((0, 2), np.int64)])
         if not len(runs):
             return

@@ -23,7 +23,7 @@ S_PER_HOUR = 3600.0
 class Turn:
     """One request of a session.
 
-    Its prompt is given as `ids` or as `runs`. Where neither reaches its end, the rest is content of its own.
+    Its prompt is given as `ids` or as `runs`. Where neither reaches its end, the rest is shared with no other turn.
     """
 
     prompt_tokens: int
