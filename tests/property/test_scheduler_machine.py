@@ -14,6 +14,7 @@ from tokenyard.base import (
     SamplingParams,
     SchedulerSettings,
     SetPolicy,
+    StateGroup,
     StopFound,
     TenantSettings,
     Update,
@@ -53,8 +54,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     check_kv = False
 
-    def windows(self, data, tokens, page_size):
-        """The layers with a window, which have their own pool."""
+    def groups(self, data, tokens, page_size):
+        """The layers with a window, which have their own pool, and those with a recurrent state."""
+        return {}
 
     @initialize(
         depth=st.integers(1, 3),
@@ -92,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **around,
             **others,
         )
-        info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT, self.windows(data, tokens, page_size))
+        info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT, **self.groups(data, tokens, page_size))
         executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=(3, 20), check_kv=self.check_kv)
         self.yard = Yard(self.settings, info, executor=executor)
         self.requests: dict[int, tuple[tuple[int, ...], int]] = {}
@@ -239,10 +241,11 @@ class WindowedMachine(SchedulerMachine):
 
     check_kv = True
 
-    def windows(self, data, tokens, page_size):
+    def groups(self, data, tokens, page_size):
         windows.MARGIN_TOKENS = data.draw(st.sampled_from([0, 2, 9]))
         window, share = data.draw(st.sampled_from([1, 2, 5, 12])), data.draw(st.sampled_from([0.2, 0.5, 0.8]))
-        return WindowGroup(window, max(windows.min_window_pages(window, page_size), int(share * tokens) // page_size))
+        pages = max(windows.min_window_pages(window, page_size), int(share * tokens) // page_size)
+        return {"windows": WindowGroup(window, pages)}
 
     def teardown(self):
         try:
@@ -253,3 +256,17 @@ class WindowedMachine(SchedulerMachine):
 
 WindowedMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(60))
 TestWindowedMachine = WindowedMachine.TestCase
+
+
+class StatesMachine(SchedulerMachine):
+    """The same with layers that keep a recurrent state. The device checks the state that each row continues from."""
+
+    check_kv = True
+
+    def groups(self, data, tokens, page_size):
+        slots, interval = data.draw(st.sampled_from([0, 1, 3, 50])), data.draw(st.sampled_from([1, 3, 8]))
+        return {"states": StateGroup(slots, track_interval=interval)}
+
+
+StatesMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(60))
+TestStatesMachine = StatesMachine.TestCase

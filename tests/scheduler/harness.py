@@ -11,6 +11,7 @@ from tokenyard.base import (
     Request,
     SamplingParams,
     SchedulerSettings,
+    StateGroup,
     StepPlan,
     Submit,
     WindowGroup,
@@ -22,7 +23,12 @@ STEP_NS = 1_000_000
 
 
 def make_info(
-    pages: int = 64, page_size: int = 1, rows: int = 8, context: int = 64, windows: WindowGroup | None = None
+    pages: int = 64,
+    page_size: int = 1,
+    rows: int = 8,
+    context: int = 64,
+    windows: WindowGroup | None = None,
+    states: StateGroup | None = None,
 ) -> ExecutorInfo:
     return ExecutorInfo(
         model="mock",
@@ -35,6 +41,7 @@ def make_info(
         num_pages=pages,
         max_pool_rows=rows,
         windows=windows,
+        states=states,
     )
 
 
@@ -177,7 +184,24 @@ def check_books(scheduler: Scheduler) -> None:
     running = state.running.rows
     assert (table.held[running] == table.planned[running]).all()
     assert len(state.waiting) + len(seated) == len(table)
+    if memory.states is not None:
+        memory.states.check(owners_of_pages(scheduler))
     check_holders(scheduler)
+
+
+def owners_of_pages(scheduler: Scheduler) -> np.ndarray:
+    """How many rows own each page, by what rows and those that have left hold beyond what is in the tree."""
+    memory, table = scheduler.state.memory, scheduler.state.table
+    owners, size = np.zeros(memory.num_pages + 1, np.int32), memory.page_size
+    seated = scheduler.state.admitted_rows()
+    columns = (table.pool_row[seated], table.cached[seated], table.held[seated])
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    rows += [(release.pool_row, release.cached, release.held) for release in memory.releases]
+    for pool_row, cached, held in rows:
+        np.add.at(owners, memory.pool.page_table[pool_row, cached // size : memory.pages_for(held)], 1)
+    for _, pages in memory.pending_frees:
+        owners[pages] += 1
+    return owners
 
 
 def check_holders(scheduler: Scheduler) -> None:
@@ -214,9 +238,9 @@ def check_hits(scheduler: Scheduler) -> None:
 
 def hit_by_definition(memory, ids, namespace: str) -> int:
     """The longest prefix of `ids` in whole pages that the tree has, with window pages for what the token behind it
-    sees; every length is tried.
+    sees, or a checkpoint of recurrent states where it ends; every length is tried.
     """
-    size, windows, present = memory.page_size, memory.windows, []
+    size, windows, states, present = memory.page_size, memory.windows, memory.states, []
     runs = [ids[start : start + size].tobytes() for start in range(0, len(ids) - size + 1, size)]
     node = next((root for root in memory.tree.roots() if root.namespace == namespace), None)
     while node is not None and len(present) < len(runs):
@@ -227,6 +251,10 @@ def hit_by_definition(memory, ids, namespace: str) -> int:
                 break
             present.append(page)
     for end in range(len(present), 0, -1):
+        if states is not None:
+            if states.of[present[end - 1]]:
+                return end * size
+            continue
         seen = 0 if windows is None else max(end * size - (windows.window - 1), 0) // size
         if windows is None or all(windows.of[present[place]] for place in range(seen, end)):
             return end * size

@@ -281,7 +281,7 @@ class ProgramRun:
         self.outcome.events += 1
         plan = self.scheduler.plan(self.now)
         self._begin_transfers()
-        if self._program.windows is not None:
+        if self._program.windows is not None or self._program.states is not None:
             check_hits(self.scheduler)
         if plan is None:
             return False

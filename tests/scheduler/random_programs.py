@@ -21,6 +21,7 @@ from tokenyard.base import (
     SessionEnded,
     SetPolicy,
     Slo,
+    StateGroup,
     StopFound,
     Submit,
     TenantSettings,
@@ -81,7 +82,7 @@ class Program:
     step_ns: how long a step takes. noise: spread of the measured seconds that the cost model learns from, 0 for none.
     drafts: most drafts that the executor has ready for a row, of which a step accepts any number; 0 for no drafter.
     chances: those that its drafts may have, in thousandths. cost: what the scheduler believes of step times.
-    windows: layers with a window, which have their own KV pool.
+    windows: layers with a window, which have their own KV pool. states: layers with a recurrent state.
     """
 
     settings: dict[str, Any]
@@ -94,6 +95,7 @@ class Program:
     chances: tuple[int, ...] = (900,)
     cost: LinearCost | None = None
     windows: WindowGroup | None = None
+    states: StateGroup | None = None
 
     @property
     def jobs(self) -> list[Job]:
@@ -105,7 +107,7 @@ class Program:
         settings = self.scheduler_settings()
         context = settings.context_length
         device = ExecutorInfo("m", "cpu", "x", 999, context, (EOS,), settings.page_size, self.pages, self.pool_rows)
-        return replace(device, windows=self.windows)
+        return replace(device, windows=self.windows, states=self.states)
 
     def scheduler_settings(self) -> SchedulerSettings:
         """The settings. Raises ConfigError for those that contradict each other."""
@@ -138,6 +140,7 @@ def make_program(seed: int) -> Program:
     _add_pauses_of_loads(random.Random(f"pauses {seed}"), program)
     _add_shares(random.Random(f"shares {seed}"), program)
     _add_sessions(random.Random(f"sessions {seed}"), program)
+    _add_states(random.Random(f"states {seed}"), program)
     return program
 
 
@@ -162,6 +165,15 @@ def _add_windows(draw: random.Random, program: Program) -> None:
     window, size = draw.choice((1, 3, 8, 16)), program.scheduler_settings().page_size
     least = min_window_pages(window, size)
     program.windows = WindowGroup(window, draw.randint(least, max(program.pages, least)))
+
+
+def _add_states(draw: random.Random, program: Program) -> None:
+    """In one program of five without windows, drafts and KV from elsewhere, some layers have a recurrent state."""
+    moves = any({"awaits_kv", "handover"} & job.fields.keys() for job in program.jobs)
+    stored = program.settings.get("enable_hierarchical_cache")
+    if program.windows is not None or program.drafts or moves or stored or draw.random() < 0.8:
+        return
+    program.states = StateGroup(draw.choice((0, 1, 4, 40)), track_interval=draw.choice((1, 5, 16)))
 
 
 def _add_adapters(draw: random.Random, program: Program) -> None:

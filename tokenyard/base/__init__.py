@@ -52,6 +52,7 @@ from tokenyard.base.protocols import (
     ExecutorInfo,
     KvPieces,
     PrefixListener,
+    StateGroup,
     UsableListener,
     WindowGroup,
 )
@@ -150,6 +151,7 @@ __all__ = [
     "SloTargets",
     "Stage",
     "Started",
+    "StateGroup",
     "StepPlan",
     "StepResult",
     "StepWork",

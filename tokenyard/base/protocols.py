@@ -21,6 +21,22 @@ class WindowGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StateGroup:
+    """Layers with a recurrent state instead of KV (Mamba, gated delta net).
+
+    The executor keeps a working state for each pool row, and `num_slots` checkpoints after them.
+
+    num_slots: checkpoints, which the scheduler numbers from 1 on and the executor from `max_pool_rows` on.
+    slot_bytes: device memory of one checkpoint, over all layers; 0 for unknown.
+    track_interval: a decoding row saves its state every so many tokens (SGLang's `mamba_track_interval`).
+    """
+
+    num_slots: int
+    slot_bytes: int = 0
+    track_interval: int = 256
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorInfo:
     """What the rest of the system needs to know of a loaded model.
 
@@ -30,6 +46,7 @@ class ExecutorInfo:
     kernels: what computes the steps, for logs.
     adapter_bytes: device memory of one LoRA adapter; 0 if none are served.
     windows: the layers that keep KV for their window only; None if all layers keep KV of all tokens.
+    states: the layers that keep a recurrent state; None if there are none.
     """
 
     model: str
@@ -45,6 +62,7 @@ class ExecutorInfo:
     kernels: str = ""
     adapter_bytes: int = 0
     windows: WindowGroup | None = None
+    states: StateGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ DRAFT = -2
 
 
 NO_STATE_COPIES: Int32Array = np.empty((0, 2), np.int32)
+NO_STATE_SAVES: Int32Array = np.empty((0, 3), np.int32)
 
 
 @dataclass(slots=True)
@@ -77,6 +78,8 @@ class StepPlan:
         no page; int32[0] without such a group.
     state_copies: int32[k, 2], source and target slot of each copy of recurrent states before the step; int32[0, 2] for
         a model without such layers.
+    state_saves: int32[k, 3], pool row, position and target slot: the recurrent state of the row after its tokens before
+        this position, which this step computes, is copied to the slot. Copies of `state_copies` come first.
     """
 
     step: int
@@ -97,6 +100,7 @@ class StepPlan:
     adapter_loads: int = 0
     window_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
     state_copies: Int32Array = field(default_factory=lambda: NO_STATE_COPIES)
+    state_saves: Int32Array = field(default_factory=lambda: NO_STATE_SAVES)
 
     @property
     def sampled(self) -> BoolArray:

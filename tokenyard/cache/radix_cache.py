@@ -25,10 +25,14 @@ def make_key(tokens: Int32Array) -> bytes:
 
 @dataclass(slots=True)
 class MatchResult:
-    """The deepest node that a key matches in full, and the tokens from the root to its end."""
+    """The deepest node that a key matches in full, and the tokens from the root to its end.
+
+    present_tokens: for a match that was cut to what is usable, the tokens that the tree has; else 0.
+    """
 
     node: TreeNode
     tokens: int
+    present_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -87,11 +87,45 @@ class _Group:
         return slots
 
 
+class _States:
+    """The slots of recurrent states: each holds the mark of the last token of the prefix that made it."""
+
+    def __init__(self, info: ExecutorInfo, slots: int) -> None:
+        self._pool_rows = info.max_pool_rows
+        self._marks = np.zeros(info.max_pool_rows + slots, dtype=np.uint64)
+
+    def copy(self, plan: StepPlan) -> None:
+        """Apply the copies before the step."""
+        sources, targets = plan.state_copies.T
+        self._marks[targets] = self._marks[sources]
+
+    def compute(self, plan: StepPlan, rows: dict[int, _Row]) -> None:
+        """Each row continues from its own state; its saves hold the state in between."""
+        ends = (plan.starts + plan.counts).tolist()
+        spans = dict(zip(plan.pool_rows.tolist(), zip(plan.starts.tolist(), ends, strict=True), strict=True))
+        for pool_row, (start, _) in spans.items():
+            if start and self._marks[pool_row] != rows[pool_row].marks[start - 1]:
+                raise KvMismatchError(
+                    f"step {plan.step}: row {pool_row} continues at position {start} from another state"
+                )
+        saves = plan.state_saves.tolist()
+        if len({slot for _, _, slot in saves}) < len(saves):
+            raise KvMismatchError(f"step {plan.step}: two states are saved to one slot")
+        for pool_row, position, slot in saves:
+            start, end = spans.get(pool_row, (0, 0))
+            if not start < position <= end or not self._pool_rows <= slot < len(self._marks):
+                raise KvMismatchError(f"step {plan.step}: row {pool_row} cannot save position {position} to {slot}")
+            self._marks[slot] = rows[pool_row].marks[position - 1]
+        for pool_row, (_, end) in spans.items():
+            self._marks[pool_row] = rows[pool_row].marks[end - 1]
+
+
 class KvCheck:
     """Simulates the KV pool for plans whose drafts have ids. Call `apply` before a step and `sampled` after it.
 
     Each slot keeps the mark of the history that was written to it last. After a step's writes, all slots of a row up
-    to its last computed position that its first token sees must hold the marks of that row's own history.
+    to its last computed position that its first token sees must hold the marks of that row's own history, and so must
+    the recurrent state that it continues from.
     """
 
     def __init__(self, info: ExecutorInfo) -> None:
@@ -99,6 +133,7 @@ class KvCheck:
         self._groups = [_Group(info, info.num_pages, 0)]
         if info.windows is not None:
             self._groups.append(_Group(info, info.windows.num_pages, info.windows.window))
+        self._states = _States(info, info.states.num_slots) if info.states is not None else None
         self._rows: dict[int, _Row] = {}
 
     def apply(self, plan: StepPlan) -> None:
@@ -125,6 +160,9 @@ class KvCheck:
                     slots = slots[: own + 1]
                 group.slots[slots[own:]] = marks[start : begin + len(slots)]
                 slots_of_rows.append((group, pool_row, begin, slots))
+        if self._states is not None:
+            self._states.copy(plan)
+            self._states.compute(plan, self._rows)
         for group, pool_row, begin, slots in slots_of_rows:
             self._verify(plan.step, group, pool_row, begin, slots)
 

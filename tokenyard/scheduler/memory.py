@@ -6,8 +6,8 @@ A row's first `cached` tokens are on pages of the tree that the row has locked; 
 flight may still read pages of a row that has left, so these are freed once the last plan that contains the row has
 committed (`Release`, `free_after`).
 
-If sliding-window layers have a separate pool, a page may also have a window page (`cache.windows`). The owner of the
-page owns both.
+If sliding-window layers have a separate pool, a page may also have a window page (`cache.windows`), and if layers have
+a recurrent state, a checkpoint of it (`cache.state_checkpoints`). The owner of the page owns them too.
 """
 
 from collections import deque
@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import Int32Array, SchedulerSettings, UsableListener, WindowGroup
+from tokenyard.base import Int32Array, SchedulerSettings, StateGroup, UsableListener, WindowGroup
 from tokenyard.base.request import adapter_of
 from tokenyard.cache.allocator import PageAllocator
 from tokenyard.cache.no_cache import NoCache
 from tokenyard.cache.radix_cache import MatchResult, RadixCache
 from tokenyard.cache.req_to_token import ReqToTokenPool
+from tokenyard.cache.state_checkpoints import CheckpointedAllocator, StateCheckpoints
 from tokenyard.cache.windows import WindowedAllocator, WindowPages
 
 NO_PAGES = np.empty(0, np.int32)
-WINDOWS_UNSUPPORTED = "layers with windows keep KV for all tokens where KV moves"
+GROUPS_UNSUPPORTED = "all layers keep KV for all tokens where KV moves"
 UNLIMITED = 2**31 - 1
 
 
@@ -61,22 +62,35 @@ class PageHold:
 
 
 class KvMemory:
-    """Allocator, tree and ReqToTokenPool together, and the window pages if a `group` of layers has them.
+    """Allocator, tree and ReqToTokenPool together, and what the other groups of layers keep.
 
+    windows: the layers with a separate pool for their window, None if there are none.
+    states: the layers with a recurrent state, None if there are none. A model has one such group at most.
     evicted_tokens: tokens evicted from the tree so far.
     draft_pages: pages that rows hold only for drafts in flight. They are freed if the drafts are wrong.
     """
 
     def __init__(
-        self, settings: SchedulerSettings, num_pages: int, pool_rows: int, group: WindowGroup | None = None
+        self,
+        settings: SchedulerSettings,
+        num_pages: int,
+        pool_rows: int,
+        windows: WindowGroup | None = None,
+        states: StateGroup | None = None,
     ) -> None:
         self.page_size = settings.page_size
         self.num_pages = num_pages
         self.windows: WindowPages | None = None
         self.allocator = PageAllocator(num_pages)
-        if group is not None:
-            self.windows = WindowPages(group.window, settings.page_size, num_pages, group.num_pages, pool_rows)
+        if windows is not None:
+            self.windows = WindowPages(windows.window, settings.page_size, num_pages, windows.num_pages, pool_rows)
             self.allocator = WindowedAllocator(num_pages, self.windows)
+        self.states: StateCheckpoints | None = None
+        if states is not None:
+            assert windows is None, "a model has layers with a window or with a recurrent state, not both"
+            interval = self.pages_for(states.track_interval) * settings.page_size
+            self.states = StateCheckpoints(settings.page_size, num_pages, states.num_slots, interval, pool_rows)
+            self.allocator = CheckpointedAllocator(num_pages, self.states)
         self.tree: Any = (
             NoCache(settings.page_size)
             if settings.disable_radix_cache
@@ -170,21 +184,25 @@ class KvMemory:
         """How many of a prefix's `tokens` tokens, whole pages that end in the run of `node`, a row can reuse.
 
         The tree has KV of the first group of layers. For layers with a window, a row also needs the KV of all tokens
-        inside the window of its first token. `match`, `peek` and the waiting index all use this function. A listener
-        (`watch`) is called when the result may have changed.
+        inside the window of its first token; for layers with a recurrent state, a checkpoint where it begins. `match`,
+        `peek` and the waiting index all use this function. A listener (`watch`) is called when the result may have
+        changed.
         """
-        if self.windows is None:
+        group = self.windows or self.states
+        if group is None:
             return tokens
         count = tokens // self.page_size
-        return self.windows.usable_pages(self._runs(node, count), count) * self.page_size
+        return group.usable_pages(self._runs(node, count), count) * self.page_size
 
     @property
     def all_usable(self) -> bool:
         """Whether all of a prefix in the tree is usable."""
-        return self.windows is None
+        return self.windows is None and self.states is None
 
     def needed_from(self, tokens: int) -> int:
         """The first page of a prefix that matters to `usable` for a row that begins after `tokens` tokens or more."""
+        if self.states is not None:
+            return tokens // self.page_size
         return 0 if self.windows is None else self.windows.window_start_page(tokens)
 
     def _runs(self, node: Any, count: int) -> Iterator[Int32Array]:
@@ -197,23 +215,29 @@ class KvMemory:
     def watch(self, listener: UsableListener) -> None:
         """Notify `listener` of all changes of the tree and of what is usable in it, until `unwatch`."""
         self.tree.listeners.append(listener)
-        if self.windows is not None:
-            self.windows.listeners.append(listener.usable_changed)
+        group = self.windows or self.states
+        if group is not None:
+            group.listeners.append(listener.usable_changed)
 
     def unwatch(self, listener: UsableListener) -> None:
         """End `watch`."""
         self.tree.listeners.remove(listener)
-        if self.windows is not None:
-            self.windows.listeners.remove(listener.usable_changed)
+        group = self.windows or self.states
+        if group is not None:
+            group.listeners.remove(listener.usable_changed)
 
     def match(self, ids: bytes, namespace: str, max_tokens: int) -> MatchResult:
         """The longest usable prefix of `ids`, locked (`unlock` undoes it)."""
         match: MatchResult = self.tree.match(ids, namespace, max_tokens=max_tokens)
-        usable = self.usable(match.node, match.tokens)
-        if usable < match.tokens:
+        present = match.tokens
+        usable = self.usable(match.node, present)
+        if usable < present:
             match = self.tree.match(ids, namespace, max_tokens=usable)
+            match.present_tokens = present
         if self.windows is not None:
             self.windows.retain(self.windows.tail(self.tree.pages(match.node)))
+        if self.states is not None and match.tokens:
+            self.states.retain(int(match.node.pages[-1]))
         self.tree.lock(match.node)
         return match
 
@@ -226,6 +250,8 @@ class KvMemory:
         """Undo a `match` that no row has used."""
         if self.windows is not None:
             self.windows.release_pages(self.windows.tail(self.tree.pages(match.node)))
+        if self.states is not None and match.tokens:
+            self.states.release(int(match.node.pages[-1]))
         self.tree.unlock(match.node)
 
     def allocate_row(self, known_ids: Int32Array, node: Any, cached: int) -> tuple[int, Int32Array]:
@@ -237,6 +263,8 @@ class KvMemory:
         self.pool.page_table[pool_row, : len(pages)] = pages
         if self.windows is not None:
             self.windows.allocate_row(pool_row, pages)
+        if self.states is not None:
+            self.states.start_row(pool_row)
         return pool_row, pages
 
     def advance(self, pool_rows: Int32Array, cached: Int32Array, computed: Int32Array) -> None:
@@ -252,7 +280,9 @@ class KvMemory:
             self.windows.protect_prefix_end(self.pool.page_table[pool_row, first:last])
 
     def measures(self) -> dict[str, float]:
-        """Gauges for metrics, by name: those of the layers with a window, if they have a separate pool."""
+        """Gauges for metrics, by name: those of layers with a separate pool for their window or a recurrent state."""
+        if self.states is not None:
+            return {"state_slots": self.states.num_slots, "state_slots_used": self.states.used}
         if self.windows is None:
             return {}
         used = self.windows.num_pages - self.windows.available_pages
@@ -294,6 +324,8 @@ class KvMemory:
         present = inserted.present_tokens // self.page_size
         self.tree.lock(inserted.node)
         self.tree.unlock(node)
+        if self.states is not None:
+            self.states.join_tree(table[first + present : last])
         if not present:
             return inserted.node, end, NO_PAGES
         own = table[first : first + present].copy()
@@ -301,6 +333,8 @@ class KvMemory:
         table[first : first + present] = deduplicated
         if self.windows is not None:
             self.windows.replace(pool_row, first, own, deduplicated)
+        if self.states is not None:
+            self.states.replace(own, deduplicated)
         self.free_after(last_step, own)
         return inserted.node, end, deduplicated
 
@@ -361,7 +395,7 @@ class KvMemory:
 
     def hold_written(self, number: int, release: Release) -> None:
         """A row ended while its pages beyond `cached` are being written: hold them, and free the rest."""
-        assert self.windows is None, WINDOWS_UNSUPPORTED
+        assert self.all_usable, GROUPS_UNSUPPORTED
         assert number not in self._holds, f"the pages of {number} are held already"
         size = self.page_size
         first, last = release.cached // size, self.pages_for(release.held)
@@ -374,7 +408,7 @@ class KvMemory:
 
         Returns all its pages (int32[n]). No plan in flight may contain the row.
         """
-        assert self.windows is None, WINDOWS_UNSUPPORTED
+        assert self.all_usable, GROUPS_UNSUPPORTED
         size, table = self.page_size, self.pool.page_table[release.pool_row]
         whole, last = release.computed // size, self.pages_for(release.computed)
         partial = table[whole:last].copy()
@@ -432,6 +466,8 @@ class KvMemory:
             found.append(f"{self.tree.protected_pages} pages still locked")
         if self.windows is not None and self.windows.available_pages != self.windows.num_pages and not self._holds:
             found.append(f"{self.windows.available_pages} of {self.windows.num_pages} window pages accounted for")
+        if self.states is not None and self.states.used != self.states.evictable:
+            found.append(f"{self.states.used - self.states.evictable} checkpoints of states still in use")
         if self.pool.available_rows != self.pool.rows:
             found.append(f"{self.pool.available_rows} of {self.pool.rows} pool rows free")
         return "; ".join(found) or None
@@ -457,6 +493,9 @@ class KvMemory:
                 pages = self.tree.pages(inserted.node)
                 self.windows.replace(release.pool_row, first, own, pages[first:duplicates])
                 self.windows.release_row(release.pool_row, pages)
+            if self.states is not None:
+                self.states.join_tree(table[duplicates:end])
+                self.states.replace(own, self.tree.pages(inserted.node)[first:duplicates])
             self.allocator.free(np.concatenate((own, table[end:held])))
         else:
             if self.windows is not None:

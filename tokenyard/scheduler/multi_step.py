@@ -65,8 +65,8 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
     return (
         state.settings.max_in_flight == 1
         and not state.drafting
-        # Pages that leave the sliding window are freed after each single step.
-        and state.memory.windows is None
+        # Pages that leave the sliding window are freed, and recurrent states are saved, after each single step.
+        and state.memory.all_usable
         and plan.decode_rows == len(plan.pool_rows)
         and not len(state.waiting)
         and not len(state.prefilling)

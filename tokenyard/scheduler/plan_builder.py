@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.base import DRAFT, LAST_SAMPLED, Int32Array, RowStart, StepPlan
+from tokenyard.base.step_plan import NO_STATE_COPIES, NO_STATE_SAVES
 from tokenyard.scheduler.memory import NO_PAGES, KvMemory
 from tokenyard.scheduler.request_table import RequestTable
 
@@ -36,6 +37,8 @@ class PlanBuilder:
         self._page_rows: list[Int32Array] = []
         self._page_columns: list[Int32Array] = []
         self._page_ids: list[Int32Array] = []
+        self._state_copies: list[tuple[int, int]] = []
+        self._state_saves: list[tuple[int, int, int]] = []
 
     @property
     def empty(self) -> bool:
@@ -60,6 +63,14 @@ class PlanBuilder:
         """`write_pages` for consecutive columns of one pool row."""
         columns = np.arange(first_column, first_column + len(pages), dtype=np.int32)
         self.write_pages(np.full(len(pages), pool_row, np.int32), columns, pages)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the recurrent states in one slot to another before the step."""
+        self._state_copies.append((source, target))
+
+    def save_state(self, pool_row: int, position: int, slot: int) -> None:
+        """Copy a row's recurrent states after its tokens before `position`, which the step computes, to `slot`."""
+        self._state_saves.append((pool_row, position, slot))
 
     def rows(self) -> Int32Array:
         """Table rows of the step, in the plan's order: decoding ones, verifying ones, then chunks."""
@@ -101,6 +112,8 @@ class PlanBuilder:
             verify_rows=len(self.verify_rows),
             adapter_loads=self.adapter_loads,
             window_ids=self._memory.window_ids(page_ids),
+            state_copies=np.array(self._state_copies, np.int32) if self._state_copies else NO_STATE_COPIES,
+            state_saves=np.array(self._state_saves, np.int32) if self._state_saves else NO_STATE_SAVES,
         )
 
     def _chunk_tokens(self, chunk: Chunk) -> Int32Array:

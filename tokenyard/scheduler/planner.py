@@ -128,7 +128,20 @@ class Planner:
             builder.write_pages(owners, columns, pages)
         table.planned[rows] = table.held[rows] = starts + 1
         builder.decode(rows, starts)
+        if memory.states is not None and memory.tree.enabled:
+            self._track_states(builder, rows, starts + 1)
         self._state.charge_decode(rows)
+
+    def _track_states(self, builder: PlanBuilder, rows: Int32Array, ends: Int32Array) -> None:
+        """Save the recurrent states of `rows`, which decode up to `ends` (int32[n]), at every interval of tokens."""
+        memory, states = self._state.memory, self._state.memory.states
+        assert states is not None
+        due = ends % states.interval == 0
+        for row, end in zip(rows[due].tolist(), ends[due].tolist(), strict=True):
+            pool_row = int(self._state.table.pool_row[row])
+            page = int(memory.pool.page_table[pool_row, end // memory.page_size - 1])
+            if states.track(pool_row, page):
+                builder.save_state(pool_row, end, states.slot(page))
 
     def should_wait_to_verify(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
         """Whether rows that are ready to verify should wait for the others, whose last step is in flight.

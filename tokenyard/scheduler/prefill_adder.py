@@ -126,6 +126,7 @@ class PrefillAdder:
         if self._state.holders is not None:
             # Already here, as headroom counts what the row would share.
             self._state.holders.hold(row, match.node)
+        self._table.request_state(row).branch_tokens = match.present_tokens
         take = self._load if self._table.loadable_tokens[row] > match.tokens else self._allocate_row
         if self._fits(row, match.tokens) and take(row, match.node, match.tokens):
             return True
@@ -226,7 +227,11 @@ class PrefillAdder:
         """Send the executor the pool row's new owner and the pages that it has so far."""
         request_state, pool_row = self._table.request_state(row), int(self._table.pool_row[row])
         held = self._memory.pages_for(int(self._table.held[row]))
-        self._builder.write_page_run(pool_row, 0, self._memory.pool.page_table[pool_row, :held].copy())
+        pages = self._memory.pool.page_table[pool_row, :held].copy()
+        self._builder.write_page_run(pool_row, 0, pages)
+        if self._memory.states is not None and held:
+            self._builder.copy_state(self._memory.states.slot(int(pages[-1])), pool_row)
+            self._memory.states.release(int(pages[-1]))
         self._builder.row_starts.append(self._row_start(row, pool_row))
         self._builder.adapter_loads += self._state.adapters.needs_load(row)
         request_state.fresh = False
@@ -297,6 +302,8 @@ class PrefillAdder:
         pool_row = int(table.pool_row[row])
         memory.pool.page_table[pool_row, first : first + len(pages)] = pages
         self._builder.write_page_run(pool_row, first, pages)
+        if memory.states is not None and memory.tree.enabled:
+            self._save_states(row, start, start + count)
         last = start + count == table.target[row]
         sampled = bool(last and table.request(row).sampling.max_new_tokens > 0)
         if last:
@@ -309,6 +316,23 @@ class PrefillAdder:
         self._limits.charge(row, count)
         self._requests_left -= 1
         return True
+
+    def _save_states(self, row: int, start: int, end: int) -> None:
+        """Save checkpoints of the recurrent states of a prompt whose tokens from `start` to `end` are computed.
+
+        One is at the last page boundary before the prompt's last token, so that the same prompt hits again; one where
+        the prompt branches off from what the tree has, because others may continue there too.
+        """
+        states, size = self._memory.states, self._memory.page_size
+        assert states is not None
+        last = (int(self._table.target[row]) - 1) // size * size
+        pool_row = int(self._table.pool_row[row])
+        for position in sorted({self._table.request_state(row).branch_tokens, last}):
+            if not start < position <= end:
+                continue
+            page = int(self._memory.pool.page_table[pool_row, position // size - 1])
+            if states.save(page):
+                self._builder.save_state(pool_row, position, states.slot(page))
 
     def _row_start(self, row: int, pool_row: int) -> RowStart:
         table = self._table

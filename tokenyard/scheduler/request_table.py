@@ -122,6 +122,8 @@ class RequestState:
     run: for a LOADING row, the name of the first block that it loads.
     fresh: its pool row and pages are not in any plan yet.
     vector: the embedding of its prompt (raw float32), once computed.
+    branch_tokens: tokens of its prompt that the tree had when it was admitted, where these are more than it could use
+        for lack of a checkpoint of recurrent states: the place where it branches off from others.
     """
 
     request: Request
@@ -133,6 +135,7 @@ class RequestState:
     run: bytes = b""
     fresh: bool = False
     vector: bytes = b""
+    branch_tokens: int = 0
 
 
 class RequestTable:

@@ -100,6 +100,8 @@ class SchedulerState:
             raise ConfigError(
                 "the KV store does not support layers with a window; --swa-full-tokens-ratio 0 keeps KV of all tokens"
             )
+        if info.states is not None and settings.enable_hierarchical_cache:
+            raise ConfigError("the KV store does not support models with recurrent states; start without it")
         self.settings = settings
         self.info = info
         self.cost = cost
@@ -589,7 +591,8 @@ class SchedulerState:
 
     def reset_memory(self) -> None:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
-        self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows, self.info.windows)
+        info = self.info
+        self.memory = KvMemory(self.settings, info.num_pages, info.max_pool_rows, info.windows, info.states)
         has_store = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
         self.stores: KvStoreQueue | None = KvStoreQueue(self.settings, self.memory) if has_store else None
         if self.settings.enable_kv_events:

@@ -1,0 +1,150 @@
+"""Layers with a recurrent state: a hit ends at a checkpoint, and no row ever continues from another's state."""
+
+import numpy as np
+import pytest
+
+from tests.scheduler.harness import Yard, make_info
+from tokenyard.base import ConfigError, SamplingParams, SchedulerSettings, StateGroup, StopFound
+from tokenyard.cache.state_checkpoints import StateCheckpoints
+from tokenyard.executor.mock import FixedStepCost, MockExecutor
+from tokenyard.scheduler import Scheduler
+
+
+def make_yard(slots=50, tokens=400, page_size=1, interval=8, depth=1, answer_tokens=None, **fields):
+    """A yard whose device checks the state that each row continues from."""
+    states = StateGroup(slots, track_interval=interval)
+    info = make_info(tokens // page_size, page_size, rows=8, context=240, states=states)
+    settings = SchedulerSettings(
+        page_size=page_size,
+        context_length=240,
+        max_running_requests=6,
+        max_in_flight=depth,
+        **{"schedule_conservativeness": 0.1, "chunked_prefill_size": 16} | fields,
+    )
+    executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=answer_tokens, check_kv=True)
+    return Yard(settings, info, executor=executor)
+
+
+def ask(yard, prompt, max_new=1, depth=1):
+    """Run one request: its cached tokens, and its answer."""
+    number = yard.submit(prompt, max_new=max_new)
+    yard.run(depth)
+    yard.check()
+    return yard.finished[number].cached_tokens, yard.tokens[number]
+
+
+def prompt_of(seed, tokens):
+    return np.random.default_rng(seed).integers(3, 90, tokens).tolist()
+
+
+@pytest.mark.parametrize(("page_size", "hit"), [(1, 39), (4, 36), (16, 32)])
+def test_the_same_prompt_hits_up_to_its_last_whole_page(page_size, hit):
+    yard = make_yard(page_size=page_size)
+    prompt = prompt_of(1, 40)
+    first, answer = ask(yard, prompt)
+    assert first == 0
+    assert ask(yard, prompt) == (hit, answer)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_next_turn_hits_at_the_last_interval_of_the_answer(depth):
+    yard = make_yard(page_size=4, depth=depth)
+    prompt = prompt_of(2, 40)
+    _, answer = ask(yard, prompt, max_new=30, depth=depth)
+    # 40 + 30 tokens, of which the last one is never computed: the last multiple of 8 is 64.
+    hit, _ = ask(yard, prompt + answer + prompt_of(3, 10))
+    assert hit == 64
+
+
+def test_a_third_prompt_hits_where_two_branched_off():
+    yard = make_yard()
+    system = prompt_of(4, 60)
+    assert ask(yard, system + prompt_of(5, 20))[0] == 0
+    assert ask(yard, system + prompt_of(6, 20))[0] == 0, "KV is there, but no state at the end of the system prompt"
+    assert ask(yard, system + prompt_of(7, 20))[0] == 60
+
+
+def test_every_turn_of_a_conversation_hits_while_others_evict():
+    yard, prompt, hits = make_yard(slots=6, tokens=300), prompt_of(8, 20), []
+    for turn in range(8):
+        hit, answer = ask(yard, prompt, max_new=9)
+        hits.append(len(prompt) - hit)
+        prompt = prompt + answer + prompt_of(20 + turn, 5)
+        ask(yard, prompt_of(40 + turn, 12))
+    assert hits[0] == 20
+    # 9 tokens of answer and 5 new ones, less the interval of 8 that the state may lag behind.
+    assert max(hits[1:]) <= 9 + 5 + 8
+
+
+def test_without_slots_nothing_hits_and_everything_runs():
+    yard = make_yard(slots=0)
+    prompt = prompt_of(9, 40)
+    _, answer = ask(yard, prompt, max_new=20)
+    assert ask(yard, prompt, max_new=20) == (0, answer)
+
+
+def test_an_evicted_checkpoint_leaves_its_kv_and_the_one_before_it():
+    yard = make_yard(slots=2, interval=100)
+    prompt = prompt_of(10, 30)
+    ask(yard, prompt)
+    ask(yard, prompt + prompt_of(11, 10))
+    ask(yard, prompt)
+    ask(yard, prompt_of(12, 10))
+    memory = yard.scheduler.state.memory
+    assert memory.states.used == 2
+    assert memory.tree.evictable_pages == 50, "KV stays in the tree"
+    assert ask(yard, prompt + prompt_of(11, 10))[0] == 29
+
+
+def test_a_row_that_is_retracted_resumes_at_its_last_checkpoint():
+    yard = make_yard(tokens=90, page_size=1, interval=4)
+    numbers = [yard.submit(prompt_of(seed, 12), max_new=40) for seed in (13, 14, 15)]
+    while yard.advance():
+        yard.check()
+    assert yard.scheduler.state.retraction_count > 0
+    for number, seed in zip(numbers, (13, 14, 15), strict=True):
+        assert yard.tokens[number] == ask(make_yard(), prompt_of(seed, 12), max_new=40)[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("stop_after", [7, 8, 9])
+def test_a_stop_that_is_found_late_keeps_the_state_before_it(depth, stop_after):
+    yard = make_yard(depth=depth, interval=4)
+    prompt = prompt_of(16, 20)
+    number = yard.submit(prompt, max_new=60)
+    while len(yard.tokens.get(number, ())) < stop_after:
+        yard.advance(depth)
+    answer = list(yard.tokens[number])
+    yard.apply(StopFound(number, len(answer) - 2, "end"))
+    yard.run(depth)
+    yard.check()
+    hit, _ = ask(yard, prompt + answer[:-2] + prompt_of(17, 6))
+    assert len(prompt) + len(answer) - 2 - hit <= 4 + 2
+
+
+def test_parallel_answers_share_the_checkpoint_of_their_prompt():
+    yard = make_yard(depth=2)
+    prompt = prompt_of(18, 33)
+    first = yard.submit(prompt, sampling=SamplingParams(max_new_tokens=6, n=3))
+    yard.run(2)
+    yard.check()
+    assert [yard.finished[first + answer].cached_tokens for answer in range(3)] == [0, 32, 32]
+
+
+def test_a_kv_store_is_refused():
+    with pytest.raises(ConfigError, match="recurrent states"):
+        Scheduler(SchedulerSettings(enable_hierarchical_cache=True), make_info(states=StateGroup(4)))
+
+
+def test_an_interval_that_is_no_multiple_of_the_page_size_is_an_error():
+    with pytest.raises(ValueError, match="every 6 tokens"):
+        StateCheckpoints(page_size=4, num_pages=10, num_slots=3, interval=6, pool_rows=2)
+
+
+def test_a_row_that_decodes_keeps_its_last_two_states():
+    yard = make_yard(interval=4)
+    yard.submit(prompt_of(19, 20), max_new=60)
+    most = 0
+    while yard.advance():
+        most = max(most, yard.scheduler.state.memory.states.used)
+    assert most == 3, "the prompt's, and two of the answer"
