@@ -32,6 +32,8 @@ SPACE_IN_CALLS = "[ ]?"
 
 SPACE_BEFORE = r"/[ \n]{0,4}/"
 REASONING_RULE = r"/(?s:.*)/"
+HARMONY_ANSWER = re.compile(r"<\|start\|>assistant$")
+"""The end of a prompt after which an answer in harmony begins with a channel."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Grammar:
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
-    """Quote text for a rule. Special tokens in it become token references."""
+    """Quote text for a rule. The tokens of `special` in it become token references, as text does not match them."""
     if not text:
         return ""
     if not special:
@@ -99,7 +101,7 @@ def _json(value: Any) -> str:
 
 def grammar_text(body: SamplingFields, style: OutputStyle, prompt: str = "") -> str:
     """The text of the grammar that a body requests, "" for none. Raises InvalidRequestError for an invalid one."""
-    grammar = grammar_of(body)
+    grammar = grammar_of(body, style.special)
     if grammar is None:
         return ""
     check_free_end(body)
@@ -114,12 +116,15 @@ def check_free_end(body: SamplingFields) -> None:
         )
 
 
-def grammar_of(body: SamplingFields) -> Grammar | None:
-    """The grammar that a body requests, None for none. Raises InvalidRequestError for two, or for an invalid one."""
+def grammar_of(body: SamplingFields, special: Mapping[str, int] | None = None) -> Grammar | None:
+    """The grammar that a body requests, None for none. Raises InvalidRequestError for two, or for an invalid one.
+
+    special: ids of the tokens that text does not match, by their text.
+    """
     found: list[tuple[str, Grammar]] = []
     for name, value in _constraints(body):
         if value is not None:
-            found.append((name, _grammar(name, value)))
+            found.append((name, _grammar(name, value, special or {})))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise InvalidRequestError(f"{names} exclude each other", param=found[1][0])
@@ -151,7 +156,7 @@ def _constraints(body: SamplingFields) -> list[tuple[str, Any]]:
     return wishes
 
 
-def _grammar(name: str, value: Any) -> Grammar:
+def _grammar(name: str, value: Any, special: Mapping[str, int]) -> Grammar:
     """Convert one field to a grammar. Raises InvalidRequestError if its value has the wrong type."""
     match name:
         case "json_schema":
@@ -159,15 +164,15 @@ def _grammar(name: str, value: Any) -> Grammar:
         case "regex":
             return Grammar("ANSWER", {"ANSWER": f"/{_escaped(value, name)}/"})
         case "choice":
-            return Grammar("answer", {"answer": _choice(value)})
+            return Grammar("answer", {"answer": _choice(value, special)})
         case "ebnf":
             return _ebnf(value)
         case "structural_tag":
-            return _tagged(value)
-    return _response_format(value)
+            return _tagged(value, special)
+    return _response_format(value, special)
 
 
-def _response_format(form: Mapping[str, Any]) -> Grammar:
+def _response_format(form: Mapping[str, Any], special: Mapping[str, int]) -> Grammar:
     """Convert OpenAI's response_format, including the types that vLLM and SGLang add."""
     match form.get("type"):
         case "json_object":
@@ -184,9 +189,9 @@ def _response_format(form: Mapping[str, Any]) -> Grammar:
             where = "response_format.json_schema.schema"
             return Grammar("answer", {"answer": schema_rule(schema, lenient=lenient, param=where)})
         case "structural_tag":
-            return _tagged(form)
+            return _tagged(form, special)
         case "regex" if isinstance(form.get("pattern"), str):
-            return _grammar("regex", form["pattern"])
+            return _grammar("regex", form["pattern"], special)
         case "grammar" if isinstance(form.get("grammar"), str):
             return _ebnf(form["grammar"])
     kinds = "text, json_object, json_schema, structural_tag, regex or grammar"
@@ -200,10 +205,10 @@ def _escaped(value: Any, param: str) -> str:
     return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", value, flags=re.DOTALL).replace("\n", r"\n")
 
 
-def _choice(value: Any) -> str:
+def _choice(value: Any, special: Mapping[str, int]) -> str:
     if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
         raise InvalidRequestError("choice must be a list of strings that are not empty", param="choice")
-    return " | ".join(json.dumps(item, ensure_ascii=False) for item in value)
+    return " | ".join(literal(item, special) for item in value)
 
 
 def _ebnf(value: Any) -> Grammar:
@@ -235,7 +240,7 @@ class _Raw(Grammar):
         return f"{self.lark}\n{Grammar.text(self)}"
 
 
-def _tagged(value: Any) -> Grammar:
+def _tagged(value: Any, special: Mapping[str, int]) -> Grammar:
     """Convert structural_tag: free text in which a trigger begins a tag that must match one of the structures."""
     if isinstance(value, str):
         try:
@@ -261,41 +266,76 @@ def _tagged(value: Any) -> Grammar:
             raise InvalidRequestError(f"{where}.begin starts with none of the triggers", param="structural_tag")
         rule = schema_rule(item.get("schema", {}), lenient=False, param=where)
         tags.append((trigger, item["begin"].removeprefix(trigger), rule, item["end"]))
-    return tagged_text([(trigger, [json.dumps(rest)] if rest else [], rule, end) for trigger, rest, rule, end in tags])
-
-
-def tagged_text(tags: Sequence[tuple[str, list[str], str, str]]) -> Grammar:
-    """Free text with tags: (trigger, parts between it and the content, rule of the content, end) each."""
     rules = {"TEXT": r"/(.|\n)*/"}
-    for place, (trigger, parts, content, end) in enumerate(tags):
-        rules[f"trigger_{place}[lazy]"] = f"TEXT {json.dumps(trigger, ensure_ascii=False)}"
-        closing = [json.dumps(end, ensure_ascii=False)] if end else []
+    for place, (trigger, rest, content, end) in enumerate(tags):
+        _add_trigger(rules, f"trigger_{place}", trigger, special)
         rules[f"content_{place}"] = content
-        rules[f"tag_{place}"] = " ".join([f"trigger_{place}", *parts, f"content_{place}", *closing])
+        parts = [f"trigger_{place}", literal(rest, special), f"content_{place}", literal(end, special)]
+        rules[f"tag_{place}"] = " ".join(part for part in parts if part)
     rules["tail"] = "TEXT"
     options = " | ".join(f"tag_{place}" for place in range(len(tags)))
     return Grammar(f"({options})* tail", rules)
 
 
+def _add_trigger(rules: dict[str, str], name: str, trigger: str, special: Mapping[str, int]) -> None:
+    """Add a rule for free text up to and with `trigger`. The rules must have TEXT."""
+    if _holds_token(trigger, special):
+        rules[name] = f"TEXT {literal(trigger, special)}"
+    else:
+        rules[f"{name}[lazy]"] = f"TEXT {json.dumps(trigger, ensure_ascii=False)}"
+
+
+def _add_text_until(rules: dict[str, str], name: str, end: str, special: Mapping[str, int]) -> None:
+    """Add a rule for text up to and with `end`."""
+    if _holds_token(end, special):
+        # Text cannot contain the token, so that it needs no other end. What precedes the token belongs to the text's
+        # expression, which would otherwise take it.
+        first = min(place for token in special if (place := end.find(token)) >= 0)
+        before = re.escape(end[:first]).replace("\\\n", r"\n").replace("/", r"\/")
+        rules[name] = f"/(?s:.*){before}/ {literal(end[first:], special)}"
+    else:
+        rules[f"{name}[suffix={json.dumps(end, ensure_ascii=False)}]"] = r"/(?s:.*)/"
+
+
+def _holds_token(text: str, special: Mapping[str, int]) -> bool:
+    """Whether a text contains a token that text in a grammar does not match."""
+    return any(token in text for token in special)
+
+
 def after_reasoning(grammar: Grammar, form: OutputFormat | None, prompt: str, special: Mapping[str, int]) -> Grammar:
     """Allow reasoning before the grammar, if the prompt has begun it or the model may begin it."""
-    if form is None or form.thinks is None or form.name == "harmony":
+    if form is not None and form.name == "harmony":
+        return _after_messages(grammar, prompt, special)
+    if form is None or form.thinks is None:
         return grammar
     begin, end = form.thinks
     opened = form.begins_in(prompt) == "reasoning"
-    if end in special:
-        grammar.rules["thought"] = f"{REASONING_RULE} <[{special[end]}]>"
-    else:
-        grammar.rules[f"thought[suffix={json.dumps(end)}]"] = REASONING_RULE
-    if opened:
-        start = f"thought {SPACE_BEFORE}"
-    elif re.search(re.escape(end) + r"\s*$", prompt[-400:]):
+    if not opened and re.search(re.escape(end) + r"\s*$", prompt[-400:]):
         # The prompt has already closed the reasoning.
-        grammar.rules = {name: rule for name, rule in grammar.rules.items() if not name.startswith("thought")}
         return grammar
-    else:
-        start = f"({literal(begin, special)} thought {SPACE_BEFORE})?"
+    _add_text_until(grammar.rules, "thought", end, special)
+    start = f"thought {SPACE_BEFORE}"
+    if not opened:
+        start = f"({literal(begin, special)} {start})?"
     grammar.start = f"{start} {grammar.start}" if "|" not in grammar.start else f"{start} ({grammar.start})"
+    return grammar
+
+
+def in_final_channel(grammar: Grammar, form: OutputFormat | None, prompt: str, special: Mapping[str, int]) -> Grammar:
+    """Put an answer where the format expects it: harmony's channel `final`, if the prompt has not opened a channel."""
+    if form is not None and form.name == "harmony" and HARMONY_ANSWER.search(prompt):
+        grammar.start = f"{literal('<|channel|>final<|message|>', special)} ({grammar.start})"
+    return grammar
+
+
+def _after_messages(grammar: Grammar, prompt: str, special: Mapping[str, int]) -> Grammar:
+    """Allow messages of harmony's channels `analysis` and `commentary` before the grammar."""
+    if HARMONY_ANSWER.search(prompt):
+        _add_text_until(grammar.rules, "prose", "<|end|>", special)
+        channel, message = literal("<|channel|>", special), literal("<|message|>", special)
+        following = literal("<|start|>assistant", special)
+        grammar.rules["message"] = f'{channel} ("analysis" | "commentary") {message} prose {following}'
+        grammar.start = f"message* ({grammar.start})"
     return grammar
 
 
@@ -319,35 +359,49 @@ def forced_calls(
 
 
 def strict_calls(
-    form: OutputFormat, functions: Sequence[Mapping[str, Any]], special: Mapping[str, int]
+    form: OutputFormat, functions: Sequence[Mapping[str, Any]], special: Mapping[str, int], prompt: str = ""
 ) -> Grammar | None:
-    """Free text in which calls must match their schemas; None without a strict function or a call marker."""
+    """Free text in which calls must match their schemas; None without a strict function."""
     shape = form.shape
     if shape is None or not any(function.get("strict") is True for function in functions):
         return None
-    opening = shape.begin + shape.before
-    trigger = next((marker for marker in form.regions["start"].edges if opening.startswith(marker)), "")
+    if form.name == "harmony" and HARMONY_ANSWER.search(prompt):
+        return _calls_or_final(form, functions, special)
+    first = shape.begin + shape.before
+    trigger = next((marker for marker in form.regions["start"].edges if first.startswith(marker)), "")
     if not trigger:
-        return None
-    calls = forced_calls(form, functions, special, parallel=False)
+        return _calls_or_text(form, functions, special)
+    rules = forced_calls(form, functions, special, parallel=False).rules
     head = shape.begin.removeprefix(trigger) if shape.begin else ""
-    rules = dict(calls.rules)
     for place, function in enumerate(functions):
         before = shape.before if shape.begin else shape.before.removeprefix(trigger)
         opening = literal(before + str(function["name"]) + shape.middle, special)
         after = literal(shape.after, special)
         rules[f"call_{place}"] = " ".join(part for part in (opening, f"arguments_{place}", after) if part)
     rules["TEXT"] = r"/(.|\n)*/"
-    if trigger in special:
-        rules["trigger"] = f"TEXT <[{special[trigger]}]>"
-    else:
-        rules["trigger[lazy]"] = f"TEXT {json.dumps(trigger, ensure_ascii=False)}"
+    _add_trigger(rules, "trigger", trigger, special)
     more = f"({literal(shape.between, special)} call)*" if shape.begin and shape.between else ""
     more = "call*" if shape.begin and not shape.between else more
     parts = ["trigger", literal(head, special), "call", more, literal(shape.end, special)]
     rules["tag"] = " ".join(part for part in parts if part)
     rules["tail"] = "TEXT"
     return Grammar("tag* tail", rules)
+
+
+def _calls_or_final(form: OutputFormat, functions: Sequence[Mapping[str, Any]], special: Mapping[str, int]) -> Grammar:
+    """Calls, or text in harmony's channel `final`."""
+    calls = forced_calls(form, functions, special, parallel=True)
+    calls.rules["TEXT"] = r"/(.|\n)*/"
+    return Grammar(f"({calls.start}) | ({literal('<|channel|>final<|message|>', special)} TEXT)", calls.rules)
+
+
+def _calls_or_text(form: OutputFormat, functions: Sequence[Mapping[str, Any]], special: Mapping[str, int]) -> Grammar:
+    """Calls, or text that does not begin as a call does: for formats whose calls need no marker."""
+    calls = forced_calls(form, functions, special, parallel=True)
+    begin = "".join(form.regions["start"].bare)
+    calls.rules["TEXT"] = rf"/([ \n\t]*[^ \n\t{re.escape(begin)}](.|\n)*)?/"
+    markers = " | ".join(literal(marker, special) for marker in form.regions["start"].edges)
+    return Grammar(f"(({markers})? {calls.start}) | TEXT", calls.rules)
 
 
 def _add_arguments(
@@ -369,8 +423,7 @@ def _add_arguments(
     for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
         name = f"value_{place}_{number}"
         if is_text(schema):
-            end = json.dumps(after, ensure_ascii=False)
-            rules[f"{name}[suffix={end}]"] = r"/(?s:.*)/"
+            _add_text_until(rules, name, after, special)
             closing = ""
         else:
             rules[name] = schema_rule(schema, lenient=lenient, param=f"{param} at /properties/{key}")

@@ -10,6 +10,7 @@ from tokenyard.server.openai.structured_outputs import (
     check_free_end,
     forced_calls,
     grammar_of,
+    in_final_channel,
     strict_calls,
 )
 from tokenyard.server.parse.output_style import OutputStyle, functions_of
@@ -70,30 +71,26 @@ def _forced(functions: list[Function], names: list[str], parallel: bool, *, name
 
 def chat_grammar(body: ChatRequest, use: ToolUse, style: OutputStyle, prompt: str) -> str:
     """The text of the grammar for a chat answer, "" for none. Raises InvalidRequestError if two are requested."""
-    grammar = grammar_of(body)
+    grammar = grammar_of(body, style.special)
+    if grammar is not None:
+        grammar = in_final_channel(grammar, style.form, prompt, style.special)
     if use.forced:
         if grammar is not None:
             raise InvalidRequestError("a forced tool call leaves no place for another form", param="response_format")
         grammar = forced_calls(style.tool_call_format, use.functions, style.special, parallel=use.parallel)
+    elif use.functions and grammar is not None:
+        calls = forced_calls(style.tool_call_format, use.functions, style.special, parallel=use.parallel)
+        grammar = _either(grammar, calls)
     elif use.functions:
-        grammar = _or_tool_calls(grammar, use, style)
-        if grammar is None:
-            grammar = strict_calls(style.tool_call_format, use.functions, style.special)
-            if grammar is None:
-                return ""
-            check_free_end(body)
-            return grammar.text()
+        grammar = strict_calls(style.tool_call_format, use.functions, style.special, prompt)
     if grammar is None:
         return ""
     check_free_end(body)
     return after_reasoning(grammar, style.form, prompt, style.special).text()
 
 
-def _or_tool_calls(grammar: Grammar | None, use: ToolUse, style: OutputStyle) -> Grammar | None:
-    """An answer that matches `grammar`, or tool calls instead."""
-    if grammar is None:
-        return None
-    calls = forced_calls(style.tool_call_format, use.functions, style.special, parallel=use.parallel)
-    grammar.rules |= {name: rule for name, rule in calls.rules.items() if name not in grammar.rules}
-    grammar.start = f"(({grammar.start}) | ({calls.start}))"
-    return grammar
+def _either(answer: Grammar, calls: Grammar) -> Grammar:
+    """An answer that matches the first grammar, or tool calls instead."""
+    answer.rules |= {name: rule for name, rule in calls.rules.items() if name not in answer.rules}
+    answer.start = f"(({answer.start}) | ({calls.start}))"
+    return answer

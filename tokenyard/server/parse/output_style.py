@@ -41,8 +41,9 @@ class OutputStyle:
         self.template = sources.get("default", "")
         self.knows_tools = knows_tools(sources.values())
         self.supports_developer_role = any("developer" in source for source in sources.values())
-        self.special = _special_tokens(tokenizer)
-        self.keep_ids = _markers_among(self.special, self.form)
+        added = tokenizer.get_added_tokens_decoder() if tokenizer is not None else {}
+        self.special = _tokens_apart_from_text(added)
+        self.keep_ids = _markers_among(added, self.form)
         self._tokenizer = tokenizer
 
     @property
@@ -82,7 +83,7 @@ class OutputStyle:
             log.warning("%s", DROPS_TOOLS)
         schemas = {str(tool["name"]): tool.get("parameters") for tool in tools}
         notes = [DROPS_TOOLS] if tools and not self.knows_tools else []
-        return ParserOptions(form, prompt, schemas, reasoning, self.count_tokens, notes, parallel)
+        return ParserOptions(form, prompt, schemas, reasoning, self.count_tokens, notes, parallel, forced=forced)
 
     def count_tokens(self, text: str) -> int:
         """The number of tokens of a text; 0 without a tokenizer."""
@@ -102,6 +103,7 @@ class ParserOptions:
     count_tokens: counts the tokens of a text.
     notes: warnings for the client.
     parallel: whether calls after the first one count.
+    forced: a grammar forces a call, so that all text is part of one; what is left of a marker that was cut is dropped.
     id_seed: what call ids are derived from, so that another engine gives the same; "" for ids of chance.
     """
 
@@ -112,6 +114,7 @@ class ParserOptions:
     count_tokens: Callable[[str], int]
     notes: list[str] = field(default_factory=list)
     parallel: bool = True
+    forced: bool = False
     id_seed: str = ""
 
     def reader(self, said: str = "") -> "OutputReader":
@@ -139,6 +142,7 @@ class OutputReader:
         self.message = ParsedMessage()
         self._parser = parser
         self._reading = reading
+        self._ids: set[str] = set()
 
     def feed(self, text: str, *, last: bool = False) -> list[Event]:
         """Parse more text, with `last` the end of the answer; returns the completed events. Each call has an id."""
@@ -147,9 +151,13 @@ class OutputReader:
             events += self._parser.finish()
         if not self._reading.parallel:
             events = [event for event in events if isinstance(event, ContentText | ReasoningText) or event.index == 0]
+        if self._reading.forced and self._reading.reasoning:
+            events = [event for event in events if not isinstance(event, ContentText)]
         for event in events:
-            if isinstance(event, ToolCallStart) and not event.id:
-                event.id = self._reading.call_id(event.index)
+            if isinstance(event, ToolCallStart):
+                if not event.id or event.id in self._ids:
+                    event.id = self._reading.call_id(event.index)
+                self._ids.add(event.id)
         self.message.add(events)
         return events
 
@@ -159,18 +167,23 @@ class OutputReader:
         return self._reading.count_tokens(self.message.reasoning)
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Ids of a tokenizer's special tokens by their text."""
-    if tokenizer is None:
-        return {}
-    added = tokenizer.get_added_tokens_decoder()
-    return {entry.content: token for token, entry in added.items() if entry.special}
+def _tokens_apart_from_text(added: Mapping[int, Any]) -> dict[str, int]:
+    """Ids, by text, of the added tokens that a grammar must name by id, as its text does not match them.
+
+    llguidance decides this by `special` or by the form <...>: Qwen's <tool_call> and </think> are not special.
+    """
+    return {
+        entry.content: token
+        for token, entry in added.items()
+        if entry.special or (entry.content.startswith("<") and entry.content.endswith(">"))
+    }
 
 
-def _markers_among(special: Mapping[str, int], form: OutputFormat | None) -> list[int]:
-    """Ids of the special tokens in a format's markers, which must stay in the text."""
+def _markers_among(added: Mapping[int, Any], form: OutputFormat | None) -> list[int]:
+    """Ids of the special tokens in a format's markers, which the detokenizer must keep in the text."""
     markers = form.markers if form is not None else set()
-    return sorted(token for text, token in special.items() if any(text in marker for marker in markers))
+    special = {token: entry.content for token, entry in added.items() if entry.special}
+    return sorted(token for token, text in special.items() if any(text in marker for marker in markers))
 
 
 def functions_of(tools: Sequence[Any], param: str = "tools") -> list[dict[str, Any]]:
