@@ -40,6 +40,7 @@ OTHER_SETTINGS: tuple[dict[str, Any], ...] = (
     {"headroom": "none", "enable_kv_events": True, "enable_priority_scheduling": True},
     {"tenants": {"x": TenantSettings(2.0, 900.0, burst_tokens=20), "": TenantSettings(1.0, 700.0, burst_tokens=9)}},
     {"queue_timeout_s": 0.02, "run_timeout_s": 0.05},
+    {"decode_share": 0.9, "headroom": "none"},
 )
 
 
@@ -95,13 +96,13 @@ class Twins:
         """Some steps, the last of which ends some rows; False if there is nothing to do."""
         durations = rng.integers(MS // 10, MS, wanted)
         launches = self.now + np.concatenate(([0], np.cumsum(durations)[:-1]))
-        wakeup = self.repeating.wakeup_ns()
-        if wakeup is not None:
-            wanted = max(1, int(np.searchsorted(launches, wakeup)))
         plan = self.repeating.plan(self.now)
         if plan is None:
             assert self.single.plan(self.now) is None
             return False
+        for bound in (self.repeating.wakeup_ns(), self.repeating.repeats_until_ns()):
+            if bound is not None:
+                wanted = min(wanted, max(1, int(np.searchsorted(launches, bound))))
         times = self.repeating.multi_step(wanted)
         assert 1 <= times <= wanted
         self.most_at_once = max(self.most_at_once, times)
@@ -212,6 +213,25 @@ def test_no_plan_repeats_while_a_request_waits():
     scheduler, _ = running()
     scheduler.submit(Submit(Request(3, "", np.full(4, 9, np.int32), SamplingParams(), tenant="")), 2)
     assert scheduler.multi_step(10) == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("policy", ["hits-first", "session"])
+def test_a_plan_repeats_while_prefill_is_paused_or_nothing_that_waits_fits(policy, share):
+    """Two rows decode in a pool of 17 pages, and a prompt of 15 pages waits."""
+    changes = {"schedule_policy": policy, "headroom": "none", "decode_share": share}
+    scheduler, decodes = running(changes, prior_cost_model(make_info()), pages=17)
+    scheduler.commit(StepResult(decodes.step, np.full(2, FILLER, np.int32), 1e-3), MS)
+    scheduler.submit(Submit(Request(3, "", np.full(60, 9, np.int32), SamplingParams(max_new_tokens=2))), MS)
+    plan = scheduler.plan(MS)
+    assert plan is not None
+    assert plan.decode_rows == 2
+    until = scheduler.repeats_until_ns()
+    assert until is not None
+    assert until == 51 * MS if share == 0.0 else until > MS
+    assert scheduler.multi_step(8) == 8
+    scheduler.submit(Submit(Request(4, "", np.full(2, 9, np.int32), SamplingParams(max_new_tokens=2))), 2 * MS)
+    assert scheduler.repeats_until_ns() == 0, "a request that has just arrived may fit"
 
 
 def test_repeats_end_where_the_pages_do():

@@ -35,6 +35,8 @@ class Policy:
     charges_decode: `charge_decode` is called.
     options: names and defaults of its --policy-options.
     ranges: the least and the most value of options that have bounds.
+    retry_ns: for how long candidates are not drawn again after a step in which none could start, unless a request
+        joins or ends; 0 draws them in every step.
     overtaking: its bound on how much may overtake a waiting request, as text.
     """
 
@@ -45,6 +47,7 @@ class Policy:
     needs_sessions = False
     ranks_priorities = False
     charges_decode = False
+    retry_ns = 0
     options: ClassVar[dict[str, Option]] = {}
     ranges: ClassVar[dict[str, tuple[float, float]]] = {}
     overtaking = "none: requests start in the order of their arrival"

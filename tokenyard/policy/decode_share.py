@@ -74,6 +74,12 @@ class DecodeShareRule(BudgetRule):
         limit_s: float | None = getattr(self._inner, "limit_s", None)
         return limit_s
 
+    @property
+    @override
+    def resume_ns(self) -> int:
+        """While requests only decode, the need for KV grows, so a pause of prefill lasts as long as it was planned."""
+        return 0 if self._last is not None else self._resume_ns
+
     @override
     def begin(self, views: Views) -> StepBudget:
         """The views must come with a cost model."""

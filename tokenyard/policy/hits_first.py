@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings
+from tokenyard.base import NS_PER_MS, NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.queue_orders import best_first
@@ -31,6 +31,7 @@ class HitsFirst(Policy):
     name = "hits-first"
     uses_hits = True
     needs_cost = True
+    retry_ns = 50 * NS_PER_MS
     options: ClassVar[dict[str, Option]] = {"cheap_s": 1.5}
     ranges: ClassVar[dict[str, tuple[float, float]]] = {"cheap_s": (0.0, 3600.0)}
 

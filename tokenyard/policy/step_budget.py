@@ -40,6 +40,13 @@ class BudgetRule(Protocol):
     def needs_cost(self) -> bool:
         """Whether the views must come with a cost model."""
 
+    @property
+    def resume_ns(self) -> int:
+        """After a `begin` without prefill: further steps that begin before this time (ns) would have none either, while
+        no request joins or leaves. 0 where that is not known.
+        """
+        return 0
+
     def begin(self, views: Views) -> StepBudget:
         """The allowance of the step about to be planned."""
 

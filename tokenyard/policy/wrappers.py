@@ -28,6 +28,7 @@ class Wrapper(Policy):
         self.needs_sessions = inner.needs_sessions
         self.ranks_priorities = inner.ranks_priorities
         self.charges_decode = inner.charges_decode
+        self.retry_ns = inner.retry_ns
         self.chosen = inner.chosen
         self.budget_rule = inner.budget_rule
         self.headroom = inner.headroom

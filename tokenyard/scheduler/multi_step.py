@@ -2,9 +2,9 @@
 
 The idea of vLLM V0's multi-step scheduling (`num_scheduler_steps`).
 
-If no request waits, a step that only decodes is followed by the same step one position further. The functions here
-merge such steps into one plan and one result, and leave the same state as the single steps
-(tests/contract/test_multi_step.py checks this).
+If no request waits, or prefill is paused for decodes (`policy.decode_share`), a step that only decodes is followed by
+the same step one position further. The functions here merge such steps into one plan and one result, and leave the same
+state as the single steps (tests/contract/test_multi_step.py checks this).
 """
 
 import numpy as np
@@ -14,17 +14,24 @@ from tokenyard.scheduler.memory import KvMemory
 from tokenyard.scheduler.scheduler_state import SchedulerState
 
 
-def possible_steps(state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int) -> int:
+def possible_steps(
+    state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int, decodes_until_ns: int | None
+) -> int:
     """To how many steps, at most `max_steps`, `extend_plan` would extend `plan`. Changes nothing."""
-    if not _same_again(state, plan):
+    if not _same_again(state, plan, decodes_until_ns):
         return 1
     further = _further(state, plan, rows, max_steps)
     return 1 + (further if _surely_fit(state.memory, plan, further) else _fitting(state.memory, plan, further))
 
 
-def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int) -> None:
-    """Extend `plan`, the newest one, to up to `max_steps` steps; its columns belong to table `rows` (int32[n])."""
-    if not _same_again(state, plan):
+def extend_plan(
+    state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int, decodes_until_ns: int | None
+) -> None:
+    """Extend `plan`, the newest one, to up to `max_steps` steps; its columns belong to table `rows` (int32[n]).
+
+    decodes_until_ns: `Planner.decodes_until_ns`.
+    """
+    if not _same_again(state, plan, decodes_until_ns):
         return
     further = _take_pages(state.memory, plan, _further(state, plan, rows, max_steps))
     if not further:
@@ -56,7 +63,7 @@ def append_earlier_steps(state: SchedulerState, plan: StepPlan, rows: Int32Array
     state.observer.counters.generated_tokens += len(numbers)
 
 
-def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
+def _same_again(state: SchedulerState, plan: StepPlan, decodes_until_ns: int | None) -> bool:
     """Whether the steps after `plan` depend only on what its decoding rows sample, until the next event.
 
     This is False with overlap, where a step is planned before the last result is known, and with a cost model that
@@ -68,9 +75,7 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
         # Pages that leave the sliding window are freed, and recurrent states are saved, after each single step.
         and state.memory.all_usable
         and plan.decode_rows == len(plan.pool_rows)
-        and not len(state.waiting)
-        and not len(state.prefilling)
-        and not len(state.loading)
+        and (decodes_until_ns is None or decodes_until_ns > 0)
         and not (state.cost is not None and state.cost.learns)
     )
 

@@ -24,6 +24,16 @@ class Planner:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._decodes_until_ns = 0
+        self._decodes_while: tuple[int, ...] = ()
+
+    @property
+    def decodes_until_ns(self) -> int | None:
+        """Steps that begin before this time (ns) only decode, while no request joins or leaves; None if none waits."""
+        state = self._state
+        if not len(state.waiting) and not len(state.prefilling) and not len(state.loading):
+            return None
+        return self._decodes_until_ns if self._decodes_while == state.membership() else 0
 
     def plan(self, now: int, in_flight: int) -> PlanBuilder | None:
         """The next step, or None if there is nothing to do before the next event or commit.
@@ -47,7 +57,7 @@ class Planner:
         """Fill the builder; returns the newcomer that did not fit in memory, if any."""
         state = self._state
         decoding, refused = state.running.rows.copy(), None
-        if len(state.waiting) or len(state.prefilling):
+        if (len(state.waiting) or len(state.prefilling)) and now >= (self.decodes_until_ns or 0):
             views = self._begin_step(now)
             budget = state.policy.budget()
             if budget.prefill:
@@ -58,6 +68,11 @@ class Planner:
                 if builder.chunks or len(state.loading):
                     state.sweep()
             decoding = views.running if budget.with_decode or builder.empty else NO_ROWS
+            self._decodes_until_ns = 0
+            if len(decoding) and not builder.chunks:
+                policy = state.policy
+                self._decodes_until_ns = now + policy.retry_ns if budget.prefill else policy.budget_rule.resume_ns
+                self._decodes_while = state.membership()
         if len(decoding):
             self._decode(builder, decoding, now)
         return refused

@@ -394,6 +394,8 @@ class PrefillAdder:
         Locks in the tree are lifted for a moment, which shows how many pages rows with a common prefix hold together.
         """
         table, memory, needed = self._table, self._memory, 0
+        if not victims:
+            return 0
         if max(missing_tokens, missing_windows) <= 0:
             return min(len(victims), 1)
         reserved, private = self._growth(self._views) + self._unplanned(self._views), 0

@@ -345,17 +345,21 @@ class Scheduler:
 
         Returns the number of steps. For a driver that knows the next events: no row may stop before the last of these
         steps, and no event but `Submit`, and no timeout, may occur between the first step and the commit, which is at
-        the end of the last one. The state is then the same as after as many single steps. All pages are taken now; if
-        there are too few, there are fewer steps.
+        the end of the last one; and all steps begin before `repeats_until_ns`. The state is then the same as after as
+        many single steps. All pages are taken now; if there are too few, there are fewer steps.
         """
         pending = self._in_flight[-1]
-        extend_plan(self.state, pending.plan, pending.rows, max_steps)
+        extend_plan(self.state, pending.plan, pending.rows, max_steps, self._planner.decodes_until_ns)
         return pending.plan.num_steps
 
     def possible_steps(self, max_steps: int) -> int:
         """How many steps `multi_step(max_steps)` would make of the plan just made. Changes nothing."""
         pending = self._in_flight[-1]
-        return possible_steps(self.state, pending.plan, pending.rows, max_steps)
+        return possible_steps(self.state, pending.plan, pending.rows, max_steps, self._planner.decodes_until_ns)
+
+    def repeats_until_ns(self) -> int | None:
+        """All steps of `multi_step` must begin before this time (ns); None for no such bound."""
+        return self._planner.decodes_until_ns
 
     def commit(self, result: StepResult, now: int) -> None:
         """Apply the result of a step. Raises ValueError for results out of the order of their plans."""

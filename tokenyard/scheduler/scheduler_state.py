@@ -120,7 +120,7 @@ class SchedulerState:
         self.adapters = AdapterSlots(settings, self.table)
         self.prefill_steps_in_row = 0
         self.retraction_count = 0
-        self._pages_returned = 0
+        self._pages_returned = self._policies_set = 0
         self.deduplicated: list[DeduplicatedPages] = []
         """Since the last plan; the next one writes them."""
         self.drafting = False
@@ -452,6 +452,11 @@ class SchedulerState:
             self.holders.release(row)
         return release
 
+    def membership(self) -> tuple[int, ...]:
+        """Differs once a request has joined, started, ended or gone back to the queue, or another policy was set."""
+        lists = (self.waiting, self.loading, self.prefilling, self.running)
+        return (*map(len, lists), self._pages_returned, self.retraction_count, self._policies_set)
+
     def open_group(self, row: int) -> None:
         """The group's prompt is in the tree, or its first answer has ended: the others may start."""
         request_state = self.table.request_state(row)
@@ -553,6 +558,7 @@ class SchedulerState:
         if self.cost is None and policy.uses_cost:
             self.cost = OnlineCost(prior_cost_model(self.info))
         self.policy: Policy = policy
+        self._policies_set += 1
         self.observer.policy_changed(policy, settings.uses_priorities, self.known_rows(self.table.numbers()), now)
         self._watch_tree()
         self._watch_holders()

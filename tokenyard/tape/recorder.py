@@ -90,6 +90,10 @@ class RecordingScheduler:
         """1; see `multi_step`."""
         return 1
 
+    def repeats_until_ns(self) -> int | None:
+        """None; see `multi_step`."""
+        return None
+
     def commit(self, result: StepResult, now: int) -> None:
         """Write a result and commit it."""
         self._now = now

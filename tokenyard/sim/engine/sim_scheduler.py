@@ -325,6 +325,10 @@ class SimScheduler:
         wakeup = self.scheduler.wakeup_ns()
         if wakeup is not None:
             due = min(due, int(np.searchsorted(ends, wakeup)))
+        until = self.scheduler.repeats_until_ns()
+        if until is not None:
+            # A step begins where the one before it ends.
+            due = min(due, 1 + int(np.searchsorted(ends, until)))
         return _Repeatable(plan, work, durations, ends, due) if due > 1 else None
 
     def _launch_repeatable(self, until: int, to_arrival: bool) -> None:
