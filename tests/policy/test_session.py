@@ -51,7 +51,7 @@ def with_idle_session(tenant="a", pages=200, turns=6, **settings):
     for turn in range(turns):
         yard.submit([7] * (95 + turn), max_new=2, arrival_ns=yard.now, session="s", tenant=tenant, turn=turn)
         yard.run()
-        yard.apply(TurnEnded("s", "tool", -1))
+        yard.apply(TurnEnded("s", "tool", -1, tenant))
         yard.now += S
     return yard
 
@@ -105,9 +105,17 @@ def test_a_miss_that_is_due_takes_it():
 
 def test_a_session_that_has_ended_keeps_nothing():
     yard = with_idle_session()
-    yard.apply(SessionEnded("s"))
+    yard.apply(SessionEnded("s", "a"))
     busy(yard)
     assert not waits(yard, yard.submit([5] * 90, max_new=2, arrival_ns=yard.now))
+
+
+def test_another_tenant_ends_no_session():
+    yard = with_idle_session()
+    yard.apply(SessionEnded("s", "b"))
+    yard.apply(TurnEnded("s", "user", -1, "b"))
+    busy(yard)
+    assert waits(yard, yard.submit([5] * 90, max_new=2, arrival_ns=yard.now))
 
 
 def test_a_miss_starts_where_nothing_runs():

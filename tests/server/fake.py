@@ -19,8 +19,10 @@ from tokenyard.base import (
     Int32Array,
     InvalidRequestError,
     RequestTimings,
+    SessionEnded,
     SloTargets,
     TokenLogprobs,
+    TurnEnded,
 )
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.lora_registry import LoraAdapter
@@ -90,6 +92,7 @@ class FakeGenerator:
         self.specs: list[GenerateReqInput] = []
         self.closed: list[str] = []
         self.calls: list[Any] = []
+        self.ends: list[TurnEnded | SessionEnded] = []
         self.delay_s = 0.0
         self.adapters = FakeAdapters()
         self.reject: Finish | None = None
@@ -223,8 +226,18 @@ class FakeControl:
     def recent_rids(self) -> list[str]:
         return list(self.explanations)
 
+    def turn_of(self, rid: str) -> tuple[str, int] | None:
+        spec = next((spec for spec in reversed(self.specs) if spec.rid == rid and spec.session), None)
+        return None if spec is None else (spec.session, spec.turn)
+
     def rid_of(self, number: int) -> str | None:
         return {1: "first", 3: "third"}.get(number)
+
+    def end_turn(self, rid: str, event: TurnEnded) -> None:
+        self.ends.append(event)
+
+    async def end_session(self, event: SessionEnded) -> None:
+        self.ends.append(event)
 
     async def flush_cache(self) -> bool:
         return self.flushable

@@ -389,10 +389,10 @@ def test_a_tape_of_version_1_replays():
 
 def test_sessions_and_weights_stand_on_the_tape_and_change_no_plan():
     plain, with_facts = recording(), recording()
-    for yard, facts in ((plain, {}), (with_facts, {"session": "s-1", "turn": 3, "age_ns": 250_000_000})):
+    for yard, facts in ((plain, {}), (with_facts, {"session": "s-1", "turn": 3, "age_ns": 250_000_000, "tenant": "t"})):
         number = yard.submit([5, 6, 7, 8], **facts)
         if facts:
-            for event in (TurnEnded("s-1", "tool", 10**9), SessionEnded("s-1"), WeightsUpdated("v2")):
+            for event in (TurnEnded("s-1", "tool", 10**9, "t"), SessionEnded("s-1", "t"), WeightsUpdated("v2")):
                 yard.apply(event)
         yard.run()
         assert number in yard.finished
@@ -404,9 +404,10 @@ def test_sessions_and_weights_stand_on_the_tape_and_change_no_plan():
     assert plans[0] == plans[1]
     request = next(body.request for body in bodies if type(body) is Submit and body.request.session)
     assert (request.turn, request.age_ns) == (3, 250_000_000)
-    named = [body.session for body in bodies if isinstance(body, TurnEnded | SessionEnded)]
-    assert named == [request.session] * 2
+    named = [(body.session, body.tenant) for body in bodies if isinstance(body, TurnEnded | SessionEnded)]
+    assert named == [(request.session, request.tenant)] * 2
     assert request.session != "s-1"
+    assert request.tenant != "t"
     assert next(body for body in bodies if type(body) is WeightsUpdated).version == "v2"
     assert replay(with_facts.tape()).difference is None
 

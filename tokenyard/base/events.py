@@ -178,7 +178,7 @@ class RanksRemaining:
 
 @dataclass(slots=True)
 class TurnEnded:
-    """The latest answer of `session` has ended.
+    """The latest answer of the session `session` of `tenant` has ended.
 
     kind: what comes next. "tool": the answer called a tool, whose result is the next turn. "user": a person writes.
     ttl_ns: the time within which the next turn is expected; -1 for unknown.
@@ -187,13 +187,15 @@ class TurnEnded:
     session: str
     kind: TurnEnd = "user"
     ttl_ns: int = -1
+    tenant: str = ""
 
 
 @dataclass(slots=True)
 class SessionEnded:
-    """`session` has no further turns."""
+    """The session `session` of `tenant` has no further turns."""
 
     session: str
+    tenant: str = ""
 
 
 @dataclass(slots=True)

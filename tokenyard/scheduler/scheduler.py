@@ -280,12 +280,12 @@ class Scheduler:
     def turn_ended(self, event: TurnEnded, now: int) -> None:
         """What the latest answer of a session ended with; unknown sessions are ignored."""
         if self.state.sessions is not None:
-            self.state.sessions.turn_ended(event.session, event.kind)
+            self.state.sessions.turn_ended(event.tenant, event.session, event.kind)
 
     def session_ended(self, event: SessionEnded, now: int) -> None:
         """A session has no further turns; unknown sessions are ignored."""
         if self.state.sessions is not None:
-            self.state.sessions.session_ended(event.session, now)
+            self.state.sessions.session_ended(event.tenant, event.session, now)
 
     def unload_adapter(self, event: UnloadAdapter, now: int) -> None:
         """Free the slot and the cached KV of an unloaded adapter. Raises ValueError while requests use it."""

@@ -46,7 +46,6 @@ class SessionTable(IdleSessions, PrefixListener):
         self._tree = tree
         self._sessions: dict[Key, Session] = {}
         self._at: dict[Any, dict[Key, None]] = {}
-        self._latest: dict[str, Key] = {}
         tree.listeners.append(self)
 
     def __len__(self) -> int:
@@ -81,21 +80,20 @@ class SessionTable(IdleSessions, PrefixListener):
             return
         session.open.discard(number)
         session.idle_ns, session.kind = now, 0
-        self._latest[key[1]] = key
         if not session.open and node is not None and node.parent is not None:
             self._move(key, session, node)
 
-    def turn_ended(self, name: str, kind: str) -> None:
-        """The latest answer of a session ended with a stop of this kind."""
-        session = self._sessions.get(self._latest.get(name, ("", "")))
+    def turn_ended(self, tenant: str, name: str, kind: str) -> None:
+        """The latest answer of a tenant's session ended with a stop of this kind."""
+        session = self._sessions.get((tenant, name))
         if session is not None and not session.open:
             session.kind = KINDS[kind]
 
-    def session_ended(self, name: str, now: int) -> None:
-        """A session has no further turns."""
-        key = self._latest.get(name)
-        if key is not None and key in self._sessions and not self._sessions[key].open:
-            self._drop(key, now)
+    def session_ended(self, tenant: str, name: str, now: int) -> None:
+        """A tenant's session has no further turns."""
+        session = self._sessions.get((tenant, name))
+        if session is not None and not session.open:
+            self._drop((tenant, name), now)
 
     @override
     def expected_tokens(self, now: int, least_per_s: float) -> int:
@@ -134,8 +132,6 @@ class SessionTable(IdleSessions, PrefixListener):
     def _drop(self, key: Key, now: int) -> None:
         session = self._sessions.pop(key)
         self._move(key, session, None)
-        if self._latest.get(key[1]) == key:
-            del self._latest[key[1]]
         if not session.open and session.idle_ns:
             self.returns.lost(session.kind, now - session.idle_ns)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from tokenyard.base import AbortCause, Explanation, Int32Array, PauseMode
+from tokenyard.base import AbortCause, Explanation, Int32Array, PauseMode, SessionEnded, TurnEnded
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
 from tokenyard.engine.frontend.paused_requests import PausedRequests
 from tokenyard.engine.frontend.streams import Ended, Reader
@@ -90,6 +90,9 @@ class GenerateClient(Protocol):
         Cancelling it cancels the request. Raises InvalidRequestError for a wrong spec, and what `reader` raises.
         """
 
+    def end_turn(self, rid: str, event: TurnEnded) -> None:
+        """The answer to the request `rid`, a turn of a session, has ended like this."""
+
 
 class ControlClient(Protocol):
     """Observes and controls the engine. All coroutines raise EngineDeadError once the engine has ended."""
@@ -112,6 +115,9 @@ class ControlClient(Protocol):
     def recent_rids(self) -> list[str]:
         """The ids of open and recently ended requests."""
 
+    def turn_of(self, rid: str) -> tuple[str, int] | None:
+        """The session and the index of the turn that a recent request is; None if it is none."""
+
     def rid_of(self, number: int) -> str | None:
         """The id of the request with this number."""
 
@@ -123,6 +129,9 @@ class ControlClient(Protocol):
 
     async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
         """Change the scheduling policy. Raises ConfigError for an unknown policy or option."""
+
+    async def end_session(self, event: SessionEnded) -> None:
+        """A session has no further turns."""
 
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests wait or run."""

@@ -98,6 +98,17 @@ class SchedulingFields:
 
 
 @dataclass(kw_only=True)
+class SessionFields:
+    """Which session a request is a turn of, and how long its KV is needed (`server/http/turns.py` reads them)."""
+
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    cache_control: dict[str, Any] | None = None
+    nvext: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
 class DisaggFields:
     """The peer of a request under PD disaggregation (see `openai.disagg_params`)."""
 
@@ -137,7 +148,6 @@ class IgnoredFields:
 
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
     parallel_tool_calls: bool | None = None
@@ -161,7 +171,13 @@ class ContinuationFields:
 
 @dataclass(kw_only=True)
 class OpenAIFields(
-    SamplingFields, SchedulingFields, DisaggFields, ContinuationFields, UnsupportedFields, IgnoredFields
+    SamplingFields,
+    SchedulingFields,
+    SessionFields,
+    DisaggFields,
+    ContinuationFields,
+    UnsupportedFields,
+    IgnoredFields,
 ):
     """Fields that chat and text completions share."""
 
@@ -222,7 +238,7 @@ class NativeSampling(SamplingFields):
 
 
 @dataclass(kw_only=True)
-class NativeRequest(SchedulingFields, DisaggFields, ContinuationFields, UnsupportedFields):
+class NativeRequest(SchedulingFields, SessionFields, DisaggFields, ContinuationFields, UnsupportedFields):
     """`POST /generate`, one prompt or a batch."""
 
     text: str | list[str] | None = None
@@ -266,6 +282,15 @@ class AbortRequest:
 
     rid: str | None = None
     abort_all: bool | None = None
+
+
+@dataclass(kw_only=True)
+class CloseSessionRequest:
+    """`POST /close_session`."""
+
+    session_id: str
+    tenant: str | None = None
+    user: str | None = None
 
 
 @dataclass(kw_only=True)

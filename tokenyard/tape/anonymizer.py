@@ -81,7 +81,7 @@ class Anonymizer:
             case TenantUsage():
                 return replace(event, tenants=[self.tenant(name) for name in event.tenants])
             case TurnEnded() | SessionEnded():
-                return replace(event, session=self.name(event.session))
+                return replace(event, session=self.name(event.session), tenant=self.tenant(event.tenant))
             case _:
                 return event
 

@@ -162,6 +162,8 @@ class InputProcessor:
             output_ids=self._begun(spec),
             pooling=spec.pooling,
             prediction=predicted,
+            session=spec.session,
+            turn=spec.turn,
         )
 
     def _check_ids(self, given: Int32Array | list[int] | None) -> Int32Array:

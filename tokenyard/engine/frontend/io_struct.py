@@ -28,6 +28,8 @@ class GenerateReqInput:
     rank: the data-parallel rank that must serve the request; None for any.
     kv: the other half of the request under PD disaggregation; None for none.
     prediction: text that the answer may resemble, a source of drafts for speculative decoding.
+    session: the session that the request is a turn of, "" for none. It belongs to the tenant.
+    turn: its index in the session, from 0.
     """
 
     text: str | None = None
@@ -53,6 +55,8 @@ class GenerateReqInput:
     rank: int | None = None
     kv: BootstrapInfo | None = None
     prediction: str = ""
+    session: str = ""
+    turn: int = 0
 
 
 @dataclass(slots=True)

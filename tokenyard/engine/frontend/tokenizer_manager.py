@@ -19,7 +19,9 @@ from tokenyard.base import (
     Pause,
     PauseMode,
     Resume,
+    SessionEnded,
     TokenyardError,
+    TurnEnded,
     Update,
 )
 from tokenyard.engine.detokenizer.assembler import TextAssembler
@@ -239,6 +241,17 @@ class TokenizerManager:
                 self.records.forget(rid)
         return bool(streams)
 
+    def end_turn(self, rid: str, event: TurnEnded) -> None:
+        """Tell the scheduler that had the request `rid`, a turn of a session, how its answer ended."""
+        client = self.ranks.find(self._recent.source(rid))
+        if client is not None:
+            client.send(event)
+
+    async def end_session(self, event: SessionEnded) -> None:
+        """Tell all schedulers that a session has no further turns."""
+        for client in self.ranks.clients:
+            client.send(event)
+
     async def explain(self, rid: str) -> list[Explanation]:
         """Where the time of each answer to a request went; empty for one that is not known, or not any more."""
         client = self.ranks.find(self._recent.source(rid))
@@ -259,6 +272,10 @@ class TokenizerManager:
     def recent_rids(self) -> list[str]:
         """The ids of requests that are open or ended not long ago."""
         return self._recent.rids()
+
+    def turn_of(self, rid: str) -> tuple[str, int] | None:
+        """The session and the index of the turn that a recent request is; None if it is none or not known."""
+        return self._recent.turn(rid)
 
     def rid_of(self, number: int) -> str | None:
         """The id of the request with this number, None if it is not known."""

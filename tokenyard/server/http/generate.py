@@ -13,8 +13,9 @@ from tokenyard.engine.frontend.streams import Reader
 from tokenyard.server.engine_client import GenerateClient
 from tokenyard.server.http.errors import failure
 from tokenyard.server.http.streaming import HttpResponse
+from tokenyard.server.http.turns import Turn, read_turn
 from tokenyard.server.native.explain import stages_ms, wall_s
-from tokenyard.server.parse.output_style import OutputReader
+from tokenyard.server.parse.output_style import OutputReader, ParserOptions
 from tokenyard.server.state import ServerState
 
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
@@ -33,6 +34,10 @@ class RequestContext:
     headers: by lower-case name.
     reply: the response to write.
     tenant: the tenant whose API key the request carries, "" for none.
+    messages: the conversation, [] for a prompt that is none.
+    reading: how the answer to a conversation is parsed, None for plain text.
+    turn: the turn of a session that the request is; None before its answers are begun.
+    ended: the requests whose answers have ended by themselves, each with its tenant.
     """
 
     state: ServerState
@@ -41,6 +46,10 @@ class RequestContext:
     headers: Mapping[str, str]
     reply: HttpResponse
     tenant: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reading: ParserOptions | None = None
+    turn: Turn | None = None
+    ended: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -112,6 +121,7 @@ class AnswerReader(Reader):
 
     def __init__(self, call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
         self._reply, self._place, self._take = call.reply, place, take
+        self._spec, self._ended = spec, call.ended
         self._watchers = call.state.watchers(spec, call.headers)
 
     def write(self, delta: OutputDelta) -> None:
@@ -122,6 +132,8 @@ class AnswerReader(Reader):
             error = failure(delta.finish)
             if error is not None:
                 raise error
+            if delta.finish.complete:
+                self._ended[self._spec.rid] = self._spec.tenant
         self._take(self._place, delta)
 
     def see(self, delta: OutputDelta) -> None:
@@ -144,6 +156,10 @@ async def run(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnD
 
     Raises what the engine and `take` raise, and the error of a request that was refused or failed.
     """
+    call.turn = await read_turn(call)
+    for spec in specs:
+        if not spec.pooling:
+            spec.session, spec.turn = call.turn.session, call.turn.index
     if len(specs) == 1:
         await _run_one(call, specs[0], 0, take)
         return

@@ -18,6 +18,7 @@ from tokenyard.server.http.streaming import (
     read_body,
     while_connected,
 )
+from tokenyard.server.http.turns import end_turn
 from tokenyard.server.state import ServerState
 
 log = logging.getLogger(__name__)
@@ -61,3 +62,5 @@ class GenerationRoute:
         except Exception:
             log.exception("a request failed with an internal error")
             await call.reply.fail(internal_error())
+        finally:
+            end_turn(call)

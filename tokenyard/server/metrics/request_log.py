@@ -54,6 +54,8 @@ class RequestLog:
             "priority": self._spec.priority,
             "deadline_s": None if self._spec.deadline_ms is None else self._spec.deadline_ms / MS_PER_S,
         }
+        if self._spec.session:
+            fields |= {"session": self._spec.session, "turn": self._spec.turn}
         if self._content:
             prompt = self._spec.text if self._spec.text is not None else f"{finish.prompt_tokens} token ids"
             fields |= {"prompt": prompt[:MAX_LOGGED_CHARS], "output": self._texts.get(index, "")[:MAX_LOGGED_CHARS]}

@@ -10,11 +10,13 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from tokenizers import Tokenizer
 
-from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
+from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams, SessionEnded
+from tokenyard.base.sessions import short_session
 from tokenyard.base.version import __version__
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.streams import Reader
 from tokenyard.server.engine_client import LoraAdapterView
+from tokenyard.server.http.api_keys import TENANT
 from tokenyard.server.http.errors import check_encoding
 from tokenyard.server.http.streaming import read_body
 from tokenyard.server.metrics.loads import (
@@ -28,7 +30,15 @@ from tokenyard.server.metrics.loads import (
     wanted_sections,
 )
 from tokenyard.server.prompts import check_messages, decode, token_ids
-from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse, parse_body
+from tokenyard.server.protocol import (
+    AbortRequest,
+    CloseSessionRequest,
+    DetokenizeRequest,
+    PauseRequest,
+    TokenizeRequest,
+    parse,
+    parse_body,
+)
 from tokenyard.server.state import ServerState, matching
 
 router = APIRouter()
@@ -370,6 +380,17 @@ async def flush_cache(state: State) -> dict[str, Any]:
     """Empty the prefix cache; 400 while requests wait or run."""
     if not await state.control.flush_cache():
         raise InvalidRequestError("the cache is not flushed: requests are waiting or running", code="busy")
+    return {"success": True}
+
+
+@router.post("/close_session")
+async def close_session(state: State, body: Body, request: Request) -> dict[str, Any]:
+    """A session of the caller's tenant has no further turns: its KV may be evicted first."""
+    fields = parse(body, CloseSessionRequest, strict=state.options.strict_api)
+    if not fields.session_id:
+        raise InvalidRequestError("session_id is empty; give the session's id", param="session_id")
+    tenant = request.scope.get(TENANT) or fields.tenant or request.headers.get("x-tenant") or fields.user or ""
+    await state.control.end_session(SessionEnded(short_session(fields.session_id), tenant))
     return {"success": True}
 
 

@@ -88,7 +88,9 @@ async def explain_request(state: State, request_id: str) -> dict[str, Any]:
     if not answers:
         message = f"nothing is known of request {request_id!r}; it ended too long ago or never arrived"
         raise HttpError("request_not_found", message)
-    return {"id": request_id, "answers": answers}
+    turns = [turn for rid in rids if (turn := control.turn_of(rid)) is not None]
+    about = {"session": turns[0][0], "turn": turns[0][1]} if turns else {}
+    return {"id": request_id, **about, "answers": answers}
 
 
 def _counts_priorities(policy: str) -> bool:

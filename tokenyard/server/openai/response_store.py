@@ -31,12 +31,14 @@ class StoredResponse:
     until_s: when it expires, in seconds of the store's clock.
     response: the response as JSON.
     items: its input items as JSON.
+    session: the session that it is a turn of, "" for none.
     """
 
     tenant: str
     until_s: float
     response: bytes
     items: bytes
+    session: str = ""
 
     @property
     def size(self) -> int:
@@ -58,9 +60,10 @@ class ResponseStore:
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self._bytes = 0
 
-    def put(self, response: dict[str, Any], items: list[dict[str, Any]], tenant: str) -> None:
+    def put(self, response: dict[str, Any], items: list[dict[str, Any]], tenant: str, session: str = "") -> None:
         """Store a response and its input items; the oldest responses are evicted."""
-        kept = StoredResponse(tenant, self._clock() + self._max_age_s, orjson.dumps(response), orjson.dumps(items))
+        until_s = self._clock() + self._max_age_s
+        kept = StoredResponse(tenant, until_s, orjson.dumps(response), orjson.dumps(items), session)
         self._kept[response["id"]] = kept
         self._bytes += kept.size
         while self._kept and (
@@ -83,6 +86,13 @@ class ResponseStore:
             )
             raise HttpError("response_not_found", message, param="previous_response_id")
         return kept
+
+    def session_of(self, response_id: str, tenant: str) -> str:
+        """The session that a response of this tenant is a turn of. One that began with it, or that is not known, has
+        the response's id as its name.
+        """
+        kept = self._kept.get(response_id)
+        return kept.session or response_id if kept is not None and kept.tenant == tenant else response_id
 
     def delete(self, response_id: str, tenant: str) -> None:
         """Delete a response. Raises HttpError (404) if there is none."""

@@ -107,7 +107,7 @@ def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
 def _keep(call: RequestContext, body: ResponsesRequest, items: list[Item], response: Item) -> None:
     """Store a finished response, unless the client opted out."""
     if body.store is not False:
-        call.state.responses.put(response, items, call.tenant)
+        call.state.responses.put(response, items, call.tenant, call.turn.session if call.turn is not None else "")
 
 
 def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:

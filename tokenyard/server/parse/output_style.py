@@ -105,6 +105,7 @@ class ParserOptions:
     parallel: whether calls after the first one count.
     forced: a grammar forces a call, so that all text is part of one; what is left of a marker that was cut is dropped.
     id_seed: what call ids are derived from, so that another engine gives the same; "" for ids of chance.
+    called_tool: whether an answer has called a tool.
     """
 
     form: OutputFormat
@@ -116,6 +117,7 @@ class ParserOptions:
     parallel: bool = True
     forced: bool = False
     id_seed: str = ""
+    called_tool: bool = False
 
     def reader(self, said: str = "") -> "OutputReader":
         """A reader for one answer. It continues after `said`, which the client already has."""
@@ -155,6 +157,7 @@ class OutputReader:
             events = [event for event in events if not isinstance(event, ContentText)]
         for event in events:
             if isinstance(event, ToolCallStart):
+                self._reading.called_tool = True
                 if not event.id or event.id in self._ids:
                     event.id = self._reading.call_id(event.index)
                 self._ids.add(event.id)

@@ -17,6 +17,7 @@ from tokenyard.base import (
     Request,
     SessionEnded,
     Submit,
+    TurnEnd,
     TurnEnded,
 )
 from tokenyard.base.version import __version__
@@ -364,7 +365,8 @@ class Simulation:
             return
         if number is not None:
             conversation = int(sessions.conversation[index])
-            turn = TurnEnded(sessions.names[conversation], "tool" if sessions.tool[index] else "user")
+            kind: TurnEnd = "tool" if sessions.tool[index] else "user"
+            turn = TurnEnded(sessions.names[conversation], kind, tenant=self._tenant_of(index))
             self.at(now, partial(self.apply, number, turn))
             served_by = self._served_by.setdefault(conversation, [])
             if number not in served_by:
@@ -373,7 +375,12 @@ class Simulation:
             mine = sessions.conversation[sessions.session == sessions.session[index]]
             for conversation in dict.fromkeys(mine.tolist()):
                 for place in self._served_by.pop(conversation, ()):
-                    self.at(now, partial(self.apply, place, SessionEnded(sessions.names[conversation])))
+                    ended = SessionEnded(sessions.names[conversation], self._tenant_of(index))
+                    self.at(now, partial(self.apply, place, ended))
+
+    def _tenant_of(self, index: int) -> str:
+        """The tenant of request `index`."""
+        return str(self._workload.tenants[self._workload.tenant[index]])
 
     def _apply_fleet_event(self, happening: FleetEvent, now: int) -> None:
         """Apply an entry of the fleet's schedule."""
