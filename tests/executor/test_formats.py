@@ -134,6 +134,34 @@ def test_products_take_the_same_numbers(name, level):
     assert ((found - expected).abs() <= 4 * ROUNDING * (expected.abs() + whole.abs().max() * 127)).all()
 
 
+CODES = {"Q4_1": slice(4, None), "Q5_1": slice(4, None), "Q4_K": slice(16, None), "Q5_K": slice(16, None)}
+CODES |= {"Q6_K": slice(0, 192), "IQ4_XS": slice(8, None), "MXFP4": slice(1, None)}
+CODES |= {"INT4_32": slice(5, None), "INT4_128": slice(5, None)}
+"""Where a block's numbers lie, without its scales; behind a float16 in other formats."""
+
+
+@KERNELS
+@FORMAT
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums_of_the_largest_numbers_are_whole(name, level, rows):
+    """Sums of bytes that some instructions keep in 16 bits do not end at their limit."""
+    form, outputs, inputs = FORMATS[name], 16, 256
+    blocks = matrix(name, outputs, inputs)[0].reshape(-1, form.block_bytes)
+    on = NativeRuntime(LIBRARY, 1, level)
+    for byte in (0x00, 0x77, 0x7F, 0x80, 0xFF):
+        blocks[:, CODES.get(name, slice(2, None))] = byte
+        data = blocks.reshape(outputs, -1)
+        whole = torch.empty(outputs, inputs)
+        ids = torch.arange(outputs)
+        LIBRARY.functions.ty_unpack_rows(form.number, data.ctypes.data, address(ids), outputs, inputs, address(whole))
+        for sign in (1, -1):
+            x = torch.full((rows, inputs), 127.0 * sign)
+            x[:, 1::2] *= sign
+            found = Product(on, torch.float32, inputs, [(form.number, data)])(x)
+            size = x.abs().double() @ whole.double().abs().T
+            assert ((found - x.double() @ whole.double().T).abs() <= 64 * ROUNDING * (size + 1)).all()
+
+
 SIZES = [(1, 256, 1), (1, 512, 67), (3, 256, 16), (9, 768, 130), (13, 256, 33), (49, 256, 47), (100, 512, 96)]
 
 

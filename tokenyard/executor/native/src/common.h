@@ -17,6 +17,16 @@
 
 namespace ty {
 
+// What was read through a pointer is not kept for later: reading it again is faster than registers that are saved.
+template <class T>
+TY_INLINE void read_again(const T *&from) {
+#if defined(__GNUC__)
+    asm volatile("" : "+r"(from));
+#else
+    (void)from;
+#endif
+}
+
 // A float32 without its lower 16 bits.
 struct bf16 {
     uint16_t bits;

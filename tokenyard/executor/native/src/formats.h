@@ -10,10 +10,20 @@ namespace ty {
 
 constexpr int BLOCK = 32;  // inputs of a row that are rounded to bytes with one scale
 
-// Bytes of a row that is rounded by blocks: a byte for each input, then the scales of all blocks, float, then the sums of
-// each half of each block, int32.
+// BLOCK inputs of a row, rounded to bytes: an input is about scale * byte. sum: of all bytes, first_sum: of the first half.
+// moment: scale * sum.
+struct RoundedBlock {
+    int8_t bytes[BLOCK];
+    float scale, moment;
+    int32_t sum, first_sum;
+
+    // The sum of the bytes of one of so many spans, one or two.
+    inline int32_t sum_of(int span, int spans) const { return spans == 1 ? sum : span ? sum - first_sum : first_sum; }
+};
+
+// Bytes of a row that is rounded by blocks, which lie one after the other.
 static constexpr int64_t block_row_bytes(int64_t inputs) {
-    return round_up(inputs + inputs / BLOCK * (int64_t)(sizeof(float) + 2 * sizeof(int32_t)), 64);
+    return round_up(inputs / BLOCK * (int64_t)sizeof(RoundedBlock), 64);
 }
 
 static inline float half_to_float(const uint8_t *from) {

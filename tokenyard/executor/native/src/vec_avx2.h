@@ -67,10 +67,12 @@ inline void vstore(bf16 *p, Vec x, int n) {
 }
 
 inline void store_bytes(uint8_t *p, Vec x, int n) {
-    alignas(32) int32_t whole[8];
-    _mm256_store_si256((__m256i *)whole, _mm256_cvtps_epi32(x));
-    for (int i = 0; i < n; i++)
-        p[i] = (uint8_t)whole[i];
+    const __m128i lowest = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m256i whole = _mm256_cvtps_epi32(x);
+    const __m128i low = _mm_shuffle_epi8(_mm256_castsi256_si128(whole), lowest);
+    const __m128i high = _mm_shuffle_epi8(_mm256_extracti128_si256(whole, 1), lowest);
+    const int64_t all = _mm_cvtsi128_si64(_mm_unpacklo_epi32(low, high));
+    memcpy(p, &all, (size_t)n);
 }
 
 inline Vec vadd(Vec a, Vec b) { return _mm256_add_ps(a, b); }
