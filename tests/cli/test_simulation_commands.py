@@ -1,6 +1,7 @@
 """The commands simulate, compare and goodput, through their own parsers."""
 
 import argparse
+import csv
 import json
 import sys
 from dataclasses import replace
@@ -425,3 +426,44 @@ def test_goodput_of_sessions_counts_sessions_per_hour(tmp_path, capsys):
     page = (tmp_path / "r.html").read_text()
     assert "sessions/h" in page
     assert "requests/s" not in page
+
+
+def test_several_seeds_give_intervals_and_a_row_per_request(tmp_path, capsys):
+    out, table = tmp_path / "o.json", tmp_path / "requests.csv"
+    argv = ["fcfs", "slo", *SMALL, "--jobs", "1", "--seeds", "2", "--json", str(out), "--requests-out", str(table)]
+    assert run_compare(parse(add_compare_arguments, *argv)) == 0
+    numbers = json.loads(out.read_text())["slo"]
+    hashes = [one["decision_hash"] for one in numbers["seeds"]]
+    assert hashes[0] == numbers["decision_hash"] != hashes[1]
+    p50 = [one["ttft_s"]["p50"] for one in numbers["seeds"]]
+    assert numbers["intervals"]["ttft_s"]["p50"]["mean"] == pytest.approx(sum(p50) / 2)
+    assert "beyond fcfs" in capsys.readouterr().out
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["setting"], row["seed"]) for row in rows} == {(n, s) for n in ("fcfs", "slo") for s in "01"}
+    assert len(rows) == 4 * 60
+
+    only = tmp_path / "only.json"
+    args = simulate_args(*SMALL, "--seed", "1", "--schedule-policy", "slo", "--json", str(only), "--quiet")
+    assert run_simulate(args) == 0
+    assert json.loads(only.read_text())["decision_hash"] == hashes[1]
+
+
+def test_goodput_searches_with_each_seed(tmp_path, capsys):
+    out = tmp_path / "o.json"
+    argv = ["fcfs", "--synthetic", "plain", "--limit", "60", "--tolerance", "0.4", "--targets", "0.9"]
+    assert run_goodput(parse(add_goodput_arguments, *argv, "--seeds", "2", "--json", str(out))) == 0
+    document = json.loads(out.read_text())
+    scales = document["seeds"]["fcfs"]["0.9"]
+    assert len(scales) == 2
+    assert document["largest_scale"]["fcfs"]["0.9"] == scales[0]
+    assert document["intervals"]["fcfs"]["0.9"]["mean"] == pytest.approx(sum(scales) / 2)
+    assert "mean of 2 seeds" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match="pyarrow"):
+        run_simulate(simulate_args(*SMALL, "--requests-out", str(tmp_path / "r.arrow")))
+    with pytest.raises(ConfigError, match="--seeds is 0"):
+        run_simulate(simulate_args(*SMALL, "--seeds", "0"))

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.cli.fleet_table import print_fleets
+from tokenyard.cli.seeds import more_seeds, print_seeds, seed_numbers, write_requests
 from tokenyard.cli.simulation_arguments import (
     ORACLE,
     add_oracle_argument,
     add_run_arguments,
     add_setting_names,
+    add_table_arguments,
     check_named,
     load_workload,
     named_setup,
@@ -44,6 +46,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers of all settings as JSON")
     group.add_argument("--report", type=Path, metavar="OUT", help="write one HTML page with all settings")
+    add_table_arguments(group)
     add_oracle_argument(group)
     group.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at a time [all cores]")
     add_ray_argument(group)
@@ -64,7 +67,9 @@ def run_compare(args: argparse.Namespace) -> int:
             answers = pool.each("settings", simulated, list(setups.values()))
             results = dict(zip(setups, answers, strict=True))
     numbers = {name: fleet_summary(outcome) for name, (outcome, _) in results.items()}
-    write_numbers(args.json, numbers)
+    seeds = more_seeds(args, workload, {name: results[name][0] for name in args.names}, args.jobs, args.ray)
+    write_numbers(args.json, {name: one | seed_numbers(seeds.get(name, [])) for name, one in numbers.items()})
+    write_requests(args, seeds)
     if args.report is not None:
         outcomes = {name: outcome for name, (outcome, _) in results.items()}
         timelines = {name: timeline for name, (_, timeline) in results.items()}
@@ -72,6 +77,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if not args.quiet:
         print_outcomes(numbers)
         print_fleets({name: outcome for name, (outcome, _) in results.items()})
+        print_seeds(seeds)
     return 0
 
 

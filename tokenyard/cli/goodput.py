@@ -1,7 +1,8 @@
 """`tokenyard goodput`: the largest load at which enough requests still meet their SLO."""
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from multiprocessing import cpu_count
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from tokenyard.base import ConfigError
 from tokenyard.base.ranges import MAX_SECONDS, NumberRange
 from tokenyard.cli.simulation_arguments import (
     add_run_arguments,
+    add_seeds_argument,
     add_setting_names,
     check_named,
     load_workload,
     named_setup,
+    of_seed,
     print_notes,
     print_warning,
     profile_of,
@@ -27,6 +30,7 @@ from tokenyard.cli.task_pool import TaskPool, add_ray_argument
 from tokenyard.cli.terminal import command_line
 from tokenyard.sim.planner.trial import largest_scale
 from tokenyard.sim.report.comparison import OfferedLoad, facts_of, offered_load, slo_text, trust, write_curves
+from tokenyard.sim.report.intervals import interval
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import Outcome, Setup, simulate
 from tokenyard.sim.traces.workload import Workload
@@ -61,6 +65,7 @@ def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", type=Path, metavar="OUT", help="write the loads found and every run as JSON")
     group.add_argument("--report", type=Path, metavar="OUT", help="write an HTML page with the curves")
+    add_seeds_argument(group)
     add_ray_argument(group)
     group.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
 
@@ -136,16 +141,44 @@ def run_goodput(args: argparse.Namespace) -> int:
                 curve.bar = bar
                 found[name] = curve.search(targets)
     load = offered_load(workload)
-    _write(args, found, curves, load)
+    by_seed = _over_seeds(args, workload, found)
+    _write(args, found, curves, load, by_seed)
     if not args.quiet:
         setup = named_setup(args, workload, args.names[0])
         title = f"{workload.name} on {setup.replicas} x {setup.profile.name}"
         print(f"{title} (cost model error: {trust(setup.profile.error)}); SLO: {slo_text(setup.slo)}")
-        Console().print(_table(found, load))
+        Console().print(_table(by_seed, load))
         if warning := next(iter(points_of(curves)))["warning"]:
             print_warning(Console(), warning)
         print_notes(workload.notes)
     return 0
+
+
+Scales = dict[str, dict[str, list[float]]]
+"""The largest scale of each seed, by setting and target."""
+
+
+def _over_seeds(args: argparse.Namespace, workload: Workload, first: dict[str, dict[str, float]]) -> Scales:
+    """The scales of all seeds, given those of the first. Each seed is a search of its own."""
+    targets = _targets(args.targets)
+    jobs = []
+    for seed in range(1, args.seeds):
+        given, drawn = of_seed(args, workload, seed)
+        plain = {key: value for key, value in vars(given).items() if not callable(value)}
+        jobs += [(drawn, (plain, name, targets)) for name in args.names]
+    with progress_bar(args.quiet) as bar, TaskPool(workload, min(len(jobs) or 1, cpu_count()), bar, args.ray) as pool:
+        found = pool.each("seeds", _searched_of_seed, jobs) if jobs else []
+    scales: Scales = {name: {target: [scale] for target, scale in of.items()} for name, of in first.items()}
+    for (_, (_, name, _)), (of_seed_, _) in zip(jobs, found, strict=True):
+        for target, scale in of_seed_.items():
+            scales[name][target].append(scale)
+    return scales
+
+
+def _searched_of_seed(
+    _: Workload, job: tuple[Workload, tuple[dict[str, Any], str, list[float]]]
+) -> tuple[dict[str, float], dict[float, dict[str, Any]]]:
+    return searched(*job)
 
 
 def searched(
@@ -173,10 +206,20 @@ def _targets(text: str) -> list[float]:
 
 
 def _write(
-    args: argparse.Namespace, found: dict[str, dict[str, float]], curves: dict[str, Curve], load: OfferedLoad
+    args: argparse.Namespace,
+    found: dict[str, dict[str, float]],
+    curves: dict[str, Curve],
+    load: OfferedLoad,
+    scales: Scales,
 ) -> None:
     points = {name: sorted(curve.points.items()) for name, curve in curves.items()}
-    write_numbers(args.json, {"largest_scale": found, "points": points})
+    numbers: dict[str, Any] = {"largest_scale": found, "points": points}
+    if args.seeds > 1:
+        numbers["seeds"] = scales
+        numbers["intervals"] = {
+            name: {target: asdict(interval(values)) for target, values in of.items()} for name, of in scales.items()
+        }
+    write_numbers(args.json, numbers)
     if args.report is not None:
         lines = {name: [(scale, run["slo_attainment"]) for scale, run in runs] for name, runs in points.items()}
         first = next(iter(curves.values()))
@@ -186,12 +229,20 @@ def _write(
         write_curves(args.report, lines, found, title, load, facts, [warning] if warning else [])
 
 
-def _table(found: dict[str, dict[str, float]], load: OfferedLoad) -> Table:
-    table = Table(title=f"largest rate scale ({load.unit})")
+def _table(found: Scales, load: OfferedLoad) -> Table:
+    seeds = len(next(iter(next(iter(found.values())).values())))
+    over = f", mean of {seeds} seeds ± half of the 95 % interval" if seeds > 1 else ""
+    table = Table(title=f"largest rate scale ({load.unit}){over}")
     table.add_column("")
     targets = next(iter(found.values()))
     for target in targets:
         table.add_column(f"{100 * float(target):g} %", justify="right")
     for name, scales in found.items():
-        table.add_row(name, *(f"{scale:.2f} ({scale * load.rate:.1f})" for scale in scales.values()))
+        table.add_row(name, *(_scale_text(values, load) for values in scales.values()))
     return table
+
+
+def _scale_text(values: list[float], load: OfferedLoad) -> str:
+    found = interval(values)
+    spread = f" ± {found.half:.2f}" if len(values) > 1 else ""
+    return f"{found.mean:.2f}{spread} ({found.mean * load.rate:.1f})"

@@ -12,10 +12,12 @@ from rich.progress import Progress
 from tokenyard.base import ConfigError, StepPlan, StepWork
 from tokenyard.cli.fleet_table import print_fleets
 from tokenyard.cli.kv_arguments import print_transfers
+from tokenyard.cli.seeds import all_cores, more_seeds, print_seeds, seed_numbers, write_requests
 from tokenyard.cli.simulation_arguments import (
     ORACLE,
     add_oracle_argument,
     add_run_arguments,
+    add_table_arguments,
     check_arguments,
     load_workload,
     make_setup,
@@ -45,6 +47,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tape", type=Path, metavar="OUT", help="record a tape of the first scheduler, for `tokenyard replay`"
     )
+    add_table_arguments(group)
     group.add_argument("--bound", action="store_true", help="add upper bounds for any scheduler")
     add_oracle_argument(group)
     group.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
@@ -67,7 +70,10 @@ def run_simulate(args: argparse.Namespace) -> int:
             outcomes[oracle_name] = simulate(workload, with_oracle(setup), None, _progress(bar, oracle_name, workload))
     table = {one: fleet_summary(outcome) for one, outcome in outcomes.items()}
     table[name] |= oracle_bounds(workload, setup) if args.bound else {}
-    write_numbers(args.json, table[name] | ({"oracle": table[oracle_name]} if args.oracle else {}))
+    seeds = more_seeds(args, workload, {name: outcomes[name]}, all_cores())
+    oracle = {"oracle": table[oracle_name]} if args.oracle else {}
+    write_numbers(args.json, table[name] | oracle | seed_numbers(seeds[name]))
+    write_requests(args, seeds)
     if timeline is not None:
         write_report(args.report, outcomes, {name: timeline}, command=command_line())
     if perfetto is not None:
@@ -76,6 +82,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         print_outcomes(table)
         print_fleets(outcomes)
         print_transfers(outcomes)
+        print_seeds(seeds)
     return 0
 
 

@@ -28,7 +28,9 @@ from tokenyard.routing.policies import POLICY_NAMES
 from tokenyard.sim.engine.presets import preset, preset_names
 from tokenyard.sim.engine.speculation import Speculation
 from tokenyard.sim.fleet.fleet_settings import Fleet, read_fleet
+from tokenyard.sim.planner.trial import reseeded
 from tokenyard.sim.report.comparison import slo_text, trust
+from tokenyard.sim.report.request_table import check_table_path
 from tokenyard.sim.simulate import DefaultSlo, Setup
 from tokenyard.sim.traces.formats import TRACE_FORMATS, detect_format, read_trace
 from tokenyard.sim.traces.read_options import ReadOptions, Tokenize
@@ -39,11 +41,12 @@ from tokenyard.sim.traces.workload import Workload
 ORACLE = ", oracle"
 """Suffix of the name of a setting whose run knows the true output lengths."""
 
-OUTPUT_FLAGS = ("json", "report", "perfetto", "tape")
+OUTPUT_FLAGS = ("json", "report", "perfetto", "tape", "requests_out")
 CONTEXT_RANGE = NumberRange(2, 1 << 22)
 MAX_HOST_US = 1e9
 MAX_SCHEDULERS = 4096
 ANY_WIDTH = 100_000
+MAX_SEEDS = 1000
 
 
 def add_setting_names(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +207,28 @@ def add_oracle_argument(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_table_arguments(group: argparse._ArgumentGroup) -> None:
+    """The flags of several seeds and of the table of requests."""
+    group.add_argument(
+        "--requests-out",
+        type=Path,
+        metavar="OUT",
+        help="write a table with a row per request: .csv, or .arrow, .feather or .parquet (needs tokenyard[analysis])",
+    )
+    add_seeds_argument(group)
+
+
+def add_seeds_argument(group: argparse._ArgumentGroup) -> None:
+    """The number of seeds."""
+    group.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="repeat every run with N seeds, from --seed on, and give means with 95 %% intervals [1]",
+    )
+
+
 def scheduler_flags() -> list[Flag]:
     """The server's flags that apply to a simulated scheduler."""
     names = {field.name for field in fields(SchedulerSettings)} - {"dp_size"} | {"max_total_tokens"}
@@ -232,7 +257,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     for holds, message in checks:
         if not holds:
             raise ConfigError(message)
-    written = {f"--{name}": path for name in OUTPUT_FLAGS if (path := getattr(args, name, None)) is not None}
+    seeds = getattr(args, "seeds", 1)
+    if not 1 <= seeds <= MAX_SEEDS:
+        raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MAX_SEEDS}")
+    given = {name: getattr(args, name, None) for name in OUTPUT_FLAGS}
+    written = {f"--{name.replace('_', '-')}": path for name, path in given.items() if path is not None}
+    if (table := given["requests_out"]) is not None:
+        check_table_path(table)
     files = [path.resolve() for path in (*written.values(), args.trace, args.profile) if path is not None]
     for flag, path in written.items():
         check_output(path, flag)
@@ -275,6 +306,19 @@ def load_workload(args: argparse.Namespace, model_context: int | None = None) ->
     _check_sessions(args, workload, f"{args.trace.name}, read as {found},")
     guess = () if args.trace_format else (f"{args.trace.name} is read as {found}, by its first lines",)
     return replace(workload, remarks=guess + workload.remarks)
+
+
+def of_seed(args: argparse.Namespace, workload: Workload, seed: int) -> tuple[argparse.Namespace, Workload]:
+    """The arguments and the workload of seed `--seed` + `seed`; `workload` is that of 0.
+
+    Synthetic traffic and sessions are drawn again. The arrivals of a trace are shuffled as `reseeded` does.
+    """
+    given = argparse.Namespace(**{**vars(args), "seed": args.seed + seed})
+    if seed == 0:
+        return args, workload
+    if args.synthetic is not None or workload.sessions is not None:
+        return given, load_workload(given, profile_of(args).context_length)
+    return given, reseeded(workload, given.seed)
 
 
 def _check_sessions(args: argparse.Namespace, workload: Workload, name: str) -> None:

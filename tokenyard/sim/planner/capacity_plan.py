@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil, sqrt
-from statistics import mean, stdev
+from statistics import mean
 
 from tokenyard.sim.planner.trial import (
     MIN_PART_REQUESTS,
@@ -19,6 +19,7 @@ from tokenyard.sim.planner.trial import (
     TrialTraffic,
     busiest,
 )
+from tokenyard.sim.report.intervals import student_half
 from tokenyard.sim.traces.workload import Workload
 
 FINALISTS = 3
@@ -29,9 +30,6 @@ ASSUMED_ERROR = 0.2
 """The assumed error of a cost model whose error was not measured."""
 MIN_SPEEDUP = 0.05
 MAX_CORRECTIONS = 4
-
-STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Quantiles of Student's t for a two-sided interval of 95 %, from one degree of freedom on."""
 
 NORMAL_95 = 1.96
 
@@ -60,9 +58,8 @@ class ConfidenceInterval:
     def bounds(self) -> tuple[float, float]:
         """The 95 % interval, within 0 and 1."""
         low, high = wilson(self.mean, self.requests)
-        count = len(self.values)
-        if count > 1:
-            half = STUDENT_95[min(count - 2, len(STUDENT_95) - 1)] * stdev(self.values) / sqrt(count)
+        if len(self.values) > 1:
+            half = student_half(self.values)
             low, high = min(low, self.mean - half), max(high, self.mean + half)
         return max(low, 0.0), min(high, 1.0)
 

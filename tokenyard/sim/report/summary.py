@@ -16,12 +16,13 @@ QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max",
 
 
 def quantiles(values: Float64Array) -> dict[str, float | None]:
-    """p50, p90, p99, p999 and max of the values that are not NaN; None where there is none."""
+    """mean, p50, p90, p99, p999 and max of the values that are not NaN; None where there is none."""
     known = values[~np.isnan(values)]
     if not len(known):
-        return {name: None for name, _ in QUANTILES}
+        return dict.fromkeys(("mean", *(name for name, _ in QUANTILES)))
     found = np.quantile(known, [share for _, share in QUANTILES])
-    return {name: round(float(value), 6) for (name, _), value in zip(QUANTILES, found, strict=True)}
+    named = {name: round(float(value), 6) for (name, _), value in zip(QUANTILES, found, strict=True)}
+    return {"mean": round(float(known.mean()), 6), **named}
 
 
 def share(mask: BoolArray) -> float | None:

@@ -1,0 +1,77 @@
+"""Confidence intervals of figures over seeds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import nan, sqrt
+from statistics import mean, stdev
+from typing import Any
+
+STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Quantiles of Student's t for a two-sided interval of 95 %, from one degree of freedom on."""
+
+
+def student_half(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean of `values` (Student's t); NaN for fewer than two."""
+    count = len(values)
+    if count < 2:
+        return nan
+    return STUDENT_95[min(count - 2, len(STUDENT_95) - 1)] * stdev(values) / sqrt(count)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The mean of a figure over seeds and its 95 % interval (Student's t).
+
+    low, high: NaN for one seed.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        """Half of the width."""
+        return (self.high - self.low) / 2
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The interval of the mean of `values`, of which there must be at least one."""
+    middle, half = mean(values), student_half(values)
+    return Interval(middle, middle - half, middle + half)
+
+
+def figure(numbers: Mapping[str, Any], path: str) -> float | None:
+    """The figure at a dotted `path` of a summary, such as `ttft_s.p99`; None where the run has none.
+
+    Raises KeyError, which names the keys there are, for a path that no summary has.
+    """
+    found: Any = numbers
+    for key in path.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            keys = ", ".join(found) if isinstance(found, Mapping) else "a number"
+            raise KeyError(f"no figure {path!r}: there is {keys}")
+        found = found[key]
+    if found is None:
+        return None
+    if isinstance(found, bool | int | float):
+        return float(found)
+    raise KeyError(f"{path!r} is not one number; add one of {', '.join(found)}" if found else f"{path!r} is empty")
+
+
+def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Summaries of several seeds as one: in place of each number {"mean", "low", "high"}, of the seeds that have it.
+
+    Everything else is left out.
+    """
+    merged: dict[str, Any] = {}
+    for key, first in runs[0].items():
+        values = [run.get(key) for run in runs]
+        if isinstance(first, Mapping):
+            merged[key] = over_seeds([value for value in values if isinstance(value, Mapping)])
+            continue
+        known = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+        if known:
+            found = interval(known)
+            merged[key] = {"mean": found.mean} | ({} if len(known) == 1 else {"low": found.low, "high": found.high})
+    return merged
