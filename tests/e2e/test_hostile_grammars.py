@@ -31,9 +31,9 @@ FORCED = {"tool_choice": "required"}
 REFUSED = {
     "5,000 optional properties": ({"json_schema": optional(5000)}, "5000 optional properties"),
     "deep nesting": ({"json_schema": deep(60)}, "nested more than 100 levels deep"),
-    "a keyword that cannot be enforced": ({"json_schema": {"uniqueItems": True}}, "uniqueItems"),
-    "a reference to nothing": ({"json_schema": {"$ref": "#/$defs/x"}}, "does not exist"),
-    "a type that there is not": (tool({"properties": {"a": {"type": "nope"}}}), "tools: f.parameters at /properties/a"),
+    "a keyword that cannot be enforced": ({"json_schema": {"contains": {}}}, "contains"),
+    "a reference to nothing": ({"json_schema": {"$ref": "#/$defs/x"}}, "cannot be resolved"),
+    "a type that there is not": ({"json_schema": {"properties": {"a": {"type": "nope"}}}}, "at /properties/a"),
     "parameters that are a list": (tool([1]), "parameters"),
     "a tool without a name": (tool({}, ""), "name"),
     "a regex that does not parse": ({"regex": "((("}, "unclosed"),

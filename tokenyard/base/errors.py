@@ -25,9 +25,27 @@ class InvalidRequestError(TokenyardError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and answer together, can never fit the context or the KV pool."""
+    """The prompt, or prompt and answer together, can never fit the context or the KV pool.
+
+    prompt_tokens, answer_tokens, most: what was asked for and what fits, if known; for a prompt that is too long by
+    itself `answer_tokens` is None and `most` is for the prompt alone.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        prompt_tokens: int | None = None,
+        answer_tokens: int | None = None,
+        most: int | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.prompt_tokens = prompt_tokens
+        self.answer_tokens = answer_tokens
+        self.most = most
 
 
 class ConfigError(TokenyardError):

@@ -23,8 +23,38 @@ def explain_refusal(text: str, reason: str, error_of: ErrorOf) -> str:
         own = error_of(_grammar(schema))
         if own:
             pointer = _pointer(schema, own, error_of)
-            return f"{found[2]}{f' at {pointer}' if pointer else ''}: {own}"
+            said = f"{found[2]}{f' at {pointer}' if pointer else ''}: {in_words_of_the_schema(own)}"
+            return said + _cure(found[2], schema, own, error_of)
     return reason
+
+
+def in_words_of_the_schema(reason: str) -> str:
+    """A reason of the library in words of JSON Schema."""
+    if found := re.search(r"Unimplemented keys: (\[.*\])", reason):
+        names = [json.dumps(name) for name in json.loads(found[1])]
+        one = len(names) == 1
+        return f"the keyword{'' if one else 's'} {' and '.join(names)} {'is' if one else 'are'} not supported"
+    if found := re.match(r"regex parse error:\n *(.*)\n(?:.*\n)*error: (.*)", reason):
+        return f"pattern {json.dumps(found[1])}: {found[2]}"
+    if "oneOf constraints are not supported" in reason:
+        return "the options of oneOf are not known to exclude each other; anyOf takes them"
+    if found := re.match(r"(?:Resource|Pointer) '([^']*)'", reason):
+        return f"the reference {json.dumps(found[1])} cannot be resolved"
+    return reason
+
+
+def _cure(source: str, schema: dict[str, Any], reason: str, error_of: ErrorOf) -> str:
+    """What the client may change so that the schema is taken, "" if nothing is known."""
+    options = schema.get("x-guidance")
+    options = options if isinstance(options, dict) else {}
+    if options.get("lenient"):
+        return ""
+    dropped = any(word in reason for word in ("look-around", "backreferences"))
+    if not dropped and error_of(_grammar({**schema, "x-guidance": {**options, "lenient": True}})):
+        return ""
+    if source.startswith(("response_format", "tools", "text", "output")):
+        return '; with "strict": false it is not enforced'
+    return "" if dropped else '; with "x-guidance": {"lenient": true} in the schema it is not enforced'
 
 
 def _grammar(schema: Any) -> str:

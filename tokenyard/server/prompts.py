@@ -38,11 +38,16 @@ def check_length(call: RequestContext, size: int, param: str) -> None:
     """Raise ContextLengthError for a conversation of `size` bytes of JSON if that is far more than any prompt."""
     max_bytes = max(MIN_CHAT_BODY_BYTES, CHAT_BODY_BYTES * call.manager.max_prompt_bytes)
     if size > max_bytes:
-        raise ContextLengthError(
-            f"the body has {size} bytes; with prompts of at most {call.manager.max_prompt_bytes} bytes, at most"
-            f" {max_bytes} are accepted",
-            param=param,
-        )
+        reason = f"with prompts of at most {call.manager.max_prompt_bytes} bytes, at most {max_bytes} are accepted"
+        raise _too_long(call.manager.context_length, f"the body has {size} bytes; {reason}", param)
+
+
+def _too_long(context_length: int, reason: str, param: str | None) -> ContextLengthError:
+    """The error for a prompt whose tokens are not counted, as there are surely more than fit."""
+    message = (
+        f"This model's maximum context length is {context_length} tokens. However, your prompt is longer: {reason}"
+    )
+    return ContextLengthError(message, param=param, prompt_tokens=context_length, most=context_length - 1)
 
 
 def check_messages(messages: list[dict[str, Any]], max_prompt_tokens: int) -> list[dict[str, Any]]:
@@ -98,13 +103,16 @@ async def chat_prompt(manager: GenerateClient, body: ChatRequest, style: OutputS
     use_tools = bool(body.tools) and body.tool_choice != "none"
     given = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
     variables = {name: value for name, value in given.items() if value is not None}
-    return await manager.render_chat(
-        style.roles(check_messages(body.messages, manager.context_length)),
-        add_generation_prompt=body.add_generation_prompt is not False and not continues,
-        continue_final_message=continues,
-        tools=body.tools if use_tools else None,
-        chat_template_kwargs=variables | (body.chat_template_kwargs or {}),
-    )
+    try:
+        return await manager.render_chat(
+            style.roles(check_messages(body.messages, manager.context_length)),
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continue_final_message=continues,
+            tools=body.tools if use_tools else None,
+            chat_template_kwargs=variables | (body.chat_template_kwargs or {}),
+        )
+    except ContextLengthError as error:
+        raise _too_long(manager.context_length, error.message, error.param) from error
 
 
 def token_ids(value: list[Any], param: str, max_ids: int) -> Int32Array:

@@ -123,10 +123,14 @@ class InputProcessor:
         if not tokens:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         if tokens >= self.longest:
+            # Clients know a prompt that is too long by these words, which are OpenAI's and vLLM's.
             raise ContextLengthError(
-                f"the prompt has {tokens} tokens; with at least one token of answer, this server takes at most"
-                f" {self.longest - 1}",
+                f"This model's maximum context length is {self.longest} tokens. However, your prompt has {tokens}"
+                " tokens; with at least one token of answer,"
+                f" at most {self.longest - 1} fit. Please reduce its length.",
                 param="prompt",
+                prompt_tokens=tokens,
+                most=self.longest - 1,
             )
 
     def make(
@@ -201,10 +205,15 @@ class InputProcessor:
                 raise InvalidRequestError(f"{param} names a token outside of the vocabulary", param=param)
         room = self.longest - prompt_tokens
         if sampling.max_new_tokens > room and not spec.clamp_max_new_tokens:
+            answer = sampling.max_new_tokens
             raise ContextLengthError(
-                f"the prompt has {prompt_tokens} tokens and {sampling.max_new_tokens} more are asked for; together at"
-                f" most {self.longest} fit",
+                f"This model's maximum context length is {self.longest} tokens. However, you requested"
+                f" {prompt_tokens + answer} tokens ({prompt_tokens} in the prompt, {answer} in the completion). Please"
+                " reduce the length of the prompt or of the completion.",
                 param="max_tokens",
+                prompt_tokens=prompt_tokens,
+                answer_tokens=answer,
+                most=self.longest,
             )
         limit = min(sampling.max_new_tokens, room)
         seed = spec.seed if spec.seed is not None else int.from_bytes(os.urandom(8)) >> (64 - SEED_BITS)

@@ -153,9 +153,12 @@ class PromptTokenizer:
 
     def _too_long(self, size: int) -> ContextLengthError:
         return ContextLengthError(
-            f"the prompt has {size} bytes, which are more than {self.max_prompt_tokens} tokens, the most that this"
-            " server takes with at least one token of answer",
+            f"This model's maximum context length is {self.max_prompt_tokens + 1} tokens. However, your prompt has"
+            f" {size} bytes, which are more than {self.max_prompt_tokens} tokens, the most that fit with at least one"
+            " token of answer. Please reduce its length.",
             param="prompt",
+            prompt_tokens=self.max_prompt_tokens + 1,
+            most=self.max_prompt_tokens,
         )
 
     async def _run(self, job: _TokenizeTask, size: int, work: Callable[[], T]) -> T:

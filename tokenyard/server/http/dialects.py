@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from tokenyard.base import TokenyardError
+from tokenyard.base import ContextLengthError, TokenyardError
 from tokenyard.server.http.errors import error_body, outcome_of
 
 SERVER_SENT = b"text/event-stream; charset=utf-8"
@@ -31,7 +31,20 @@ _ANTHROPIC_TYPES = {503: "overloaded_error", 429: "rate_limit_error", 500: "api_
 def _anthropic_error(error: TokenyardError) -> bytes:
     outcome = outcome_of(error)
     kind = _ANTHROPIC_TYPES.get(outcome.status, outcome.type)
-    return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message}})
+    message = _anthropic_too_long(error) if outcome.code == "context_length_exceeded" else error.message
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def _anthropic_too_long(error: TokenyardError) -> str:
+    """What does not fit, in Anthropic's words: Claude Code reads the numbers, asks for less or compacts the session."""
+    if not isinstance(error, ContextLengthError) or error.prompt_tokens is None:
+        return f"prompt is too long: {error.message}"
+    if error.answer_tokens is None:
+        return f"prompt is too long: {error.prompt_tokens} tokens > {error.most} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {error.prompt_tokens} + {error.answer_tokens} >"
+        f" {error.most}, decrease input length or `max_tokens` and try again"
+    )
 
 
 def _responses_error(body: bytes) -> dict[str, object]:

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from tokenyard.base import InvalidRequestError
+from tokenyard.server.openai.schema_rewrite import rewritten
 from tokenyard.server.openai.schema_size import check_size
 from tokenyard.server.parse.argument_types import is_text
 from tokenyard.server.parse.format import OutputFormat, ToolCallShape
@@ -82,6 +83,7 @@ def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(f"{param} must be a JSON schema, which is an object", param=param)
     check_size(schema, param)
+    schema = rewritten(schema, lenient=lenient)
     options: dict[str, Any] = {"whitespace_pattern": space}
     if lenient:
         options["lenient"] = True
@@ -419,6 +421,7 @@ def _add_arguments(
         return
     before, middle, after = shape.parameter
     required = parameters.get("required") or []
+    shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     pieces = []
     for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
         name = f"value_{place}_{number}"
@@ -426,7 +429,8 @@ def _add_arguments(
             _add_text_until(rules, name, after, special)
             closing = ""
         else:
-            rules[name] = schema_rule(schema, lenient=lenient, param=f"{param} at /properties/{key}")
+            whole = {**shared, **schema} if isinstance(schema, Mapping) else schema
+            rules[name] = schema_rule(whole, lenient=lenient, param=f"{param} at /properties/{key}")
             closing = literal(after, special)
         piece = " ".join(part for part in (literal(before + key + middle, special), name, closing) if part)
         pieces.append(piece if key in required else f"({piece})?")
