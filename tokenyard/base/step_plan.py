@@ -204,6 +204,7 @@ class StepWork:
     chunk_area: sum over chunks of x tokens of x * (prefix + x / 2).
     verify_tokens: tokens of rows that verify drafts.
     adapter_loads: LoRA adapters loaded into slots of the device.
+    chunks: number of prefill chunks.
     """
 
     tokens: int = 0
@@ -214,11 +215,13 @@ class StepWork:
     chunk_area: float = 0.0
     verify_tokens: int = 0
     adapter_loads: int = 0
+    chunks: int = 0
 
     def add_chunk(self, prefix: int, tokens: int) -> None:
         """Add a prefill chunk of `tokens` after `prefix` tokens that have KV already."""
         self.tokens += tokens
         self.rows += 1
+        self.chunks += 1
         self.prefill_tokens += tokens
         self.chunk_area += tokens * (prefix + tokens / 2)
 
@@ -240,6 +243,7 @@ def step_work(plan: StepPlan) -> StepWork:
     if chunks < len(plan.pool_rows):
         starts = plan.starts[chunks:].astype(np.float64)
         counts = plan.counts[chunks:].astype(np.float64)
+        work.chunks = len(counts)
         work.prefill_tokens = int(counts.sum())
         work.tokens += work.prefill_tokens
         work.chunk_area = float((counts * (starts + counts / 2)).sum())

@@ -21,6 +21,7 @@ from tokenyard.cli.capacity_plan_report import (
 )
 from tokenyard.cli.capacity_plan_variants import add_variant_arguments, fleet_variants
 from tokenyard.cli.flags import add_deprecated_flag
+from tokenyard.cli.hardware_arguments import add_hardware_arguments, hardware_of
 from tokenyard.cli.simulation_arguments import (
     add_scheduler_arguments,
     add_workload_arguments,
@@ -61,8 +62,9 @@ def add_capacity_plan_arguments(parser: argparse.ArgumentParser) -> None:
         dest="profile_model",
         default="llama-3-8b",
         metavar="MODEL",
-        help="model of the built-in profiles [llama-3-8b]",
+        help="model of the built-in profiles, a known model such as Qwen/Qwen3-32B, or a config.json [llama-3-8b]",
     )
+    add_hardware_arguments(group)
     max_replicas = group.add_argument(
         "--max-replicas",
         type=int,
@@ -169,7 +171,7 @@ def make_options(args: argparse.Namespace, workload: Workload) -> list[FleetOpti
     usual |= {"draft_tokens": 0}
     options: list[FleetOption] = []
     for device, ranks, router, policy in product(
-        read_devices(args.devices, args.profile_model), sizes, routers, policies
+        read_devices(args.devices, args.profile_model, hardware_of(args)), sizes, routers, policies
     ):
         given = {**vars(args), **usual, "profile": device.profile}
         setup = named_setup(argparse.Namespace(**given, dp_size=ranks, router=router), workload, policy)

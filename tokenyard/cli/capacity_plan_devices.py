@@ -8,10 +8,11 @@ import yaml
 
 from tokenyard.base import ConfigError
 from tokenyard.base.deprecation import accept_old_keys
-from tokenyard.cost import Profile, get_profile, load_profile
+from tokenyard.cost import Profile, load_profile
+from tokenyard.sim.hardware.device_profile import Hardware, find_device_profile
 
 MAX_DEVICES = 1 << 20
-FIELDS = ("device", "profile", "price", "error", "max_count")
+FIELDS = ("device", "profile", "price", "error", "max_count", "tp_size")
 RENAMED = {"most": "max_count"}
 """Old field names, accepted with a warning for one release."""
 
@@ -30,8 +31,10 @@ class DeviceOffer:
     max_count: int = MAX_DEVICES
 
 
-def read_devices(text: str, model: str) -> list[DeviceOffer]:
-    """Read the devices from the file `text`, or from comma-separated names of built-in profiles of `model`.
+def read_devices(text: str, model: str, hardware: Hardware | None = None) -> list[DeviceOffer]:
+    """Read the devices from the file `text`, or from comma-separated names of devices that serve `model`.
+
+    hardware: how they serve it; None for the built-in profiles, or the defaults.
 
     Raises ConfigError for a malformed file, an unknown device, or prices for some devices only.
     """
@@ -42,7 +45,7 @@ def read_devices(text: str, model: str) -> list[DeviceOffer]:
         words = [word.strip() for word in text.split(",") if word.strip()]
         if not words:
             raise ConfigError("--devices names nothing; give devices such as h100,h200 or a file")
-        return [DeviceOffer(get_profile(word, model)) for word in words]
+        return [DeviceOffer(find_device_profile(word, model, hardware)) for word in words]
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
@@ -50,18 +53,26 @@ def read_devices(text: str, model: str) -> list[DeviceOffer]:
     rows = document.get("devices") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"--devices {path}: give a list 'devices' of mappings such as {{device: h100, price: 2.5}}")
-    devices = [_device(row, model, f"--devices {path}") for row in rows]
+    devices = [_device(row, model, hardware, f"--devices {path}") for row in rows]
     if len({device.price is None for device in devices}) > 1:
         raise ConfigError(f"--devices {path}: some devices have a price and others do not; give all or none")
     return devices
 
 
-def _device(row: dict[Any, Any], model: str, where: str) -> DeviceOffer:
+def _device(row: dict[Any, Any], model: str, hardware: Hardware | None, where: str) -> DeviceOffer:
     row = accept_old_keys(row, RENAMED, where)
     unknown = [str(key) for key in row if key not in FIELDS]
     if unknown or ("device" in row) == ("profile" in row):
         raise ConfigError(f"{where}: give each device either device or profile, and optionally {', '.join(FIELDS[2:])}")
-    profile = get_profile(str(row["device"]), model) if "device" in row else load_profile(Path(str(row["profile"])))
+    if "tp_size" in row:
+        tp = row["tp_size"]
+        if isinstance(tp, bool) or not isinstance(tp, int) or "profile" in row:
+            raise ConfigError(f"{where}: tp_size is {tp!r}; it must be a whole number, next to device")
+        hardware = replace(hardware or Hardware(), tp=tp)
+    if "device" in row:
+        profile = find_device_profile(str(row["device"]), model, hardware)
+    else:
+        profile = load_profile(Path(str(row["profile"])))
     price, error = _number(row, "price", where), _number(row, "error", where)
     max_count = row.get("max_count", MAX_DEVICES)
     if isinstance(max_count, bool) or not isinstance(max_count, int) or max_count < 1:

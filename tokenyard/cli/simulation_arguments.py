@@ -20,14 +20,16 @@ from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.base.percent import percent
 from tokenyard.base.ranges import NumberRange
 from tokenyard.cli.flags import Flag, all_flags
+from tokenyard.cli.hardware_arguments import add_hardware_arguments, hardware_of
 from tokenyard.cli.kv_arguments import add_disagg_arguments, add_kv_store_arguments, disagg_settings, kv_store_settings
 from tokenyard.cli.session_arguments import add_session_arguments
 from tokenyard.config import POOL_TOKENS, Settings
-from tokenyard.cost import Profile, get_profile, load_profile
+from tokenyard.cost import Profile, load_profile
 from tokenyard.routing.policies import POLICY_NAMES
 from tokenyard.sim.engine.presets import preset, preset_names
 from tokenyard.sim.engine.speculation import Speculation
 from tokenyard.sim.fleet.fleet_settings import Fleet, read_fleet
+from tokenyard.sim.hardware.device_profile import find_device_profile
 from tokenyard.sim.planner.trial import reseeded
 from tokenyard.sim.report.comparison import slo_text, trust
 from tokenyard.sim.report.request_table import check_table_path
@@ -108,14 +110,17 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the device's cost model and of the fleet."""
     group = parser.add_argument_group("device")
-    group.add_argument("--device", default="h100", help="device of the built-in cost profile [h100]")
+    group.add_argument(
+        "--device", default="h100", help="device of a built-in cost profile, or of a data sheet such as h200_sxm [h100]"
+    )
     group.add_argument(
         "--model",
         dest="profile_model",
         default="llama-3-8b",
         metavar="MODEL",
-        help="model of that profile [llama-3-8b]",
+        help="model of that profile, a known model such as Qwen/Qwen3-32B, or a config.json [llama-3-8b]",
     )
+    add_hardware_arguments(group)
     group.add_argument(
         "--profile",
         type=Path,
@@ -406,10 +411,12 @@ def _speculation(args: argparse.Namespace) -> Speculation | None:
 
 
 def profile_of(args: argparse.Namespace) -> Profile:
-    """`--profile`, a file or one that was read already, or else the built-in profile of the device."""
+    """`--profile`, a file or one that was read already, or else the profile of the device and the model."""
     if isinstance(args.profile, Profile):
         return args.profile
-    return load_profile(args.profile) if args.profile is not None else get_profile(args.device, args.profile_model)
+    if args.profile is not None:
+        return load_profile(args.profile)
+    return find_device_profile(args.device, args.profile_model, hardware_of(args))
 
 
 def check_named(args: argparse.Namespace) -> None:
@@ -521,7 +528,7 @@ def table_caption(numbers: Mapping[str, Any]) -> str:
         load = f"in {numbers['sessions']['sessions']} sessions"
     return (
         f"{numbers['trace']} {load} on {numbers['replicas']} x {numbers['profile']} "
-        f"(cost model error: {trust(numbers['profile_error'])}); SLO: {slo_text(slo)}"
+        f"(cost model error: {trust(numbers['profile_error'], numbers['profile_measured'])}); SLO: {slo_text(slo)}"
     )
 
 

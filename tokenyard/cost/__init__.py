@@ -12,17 +12,24 @@ from tokenyard.cost.profiles import (
     save_profile,
     unknown_cpu,
 )
+from tokenyard.cost.step_table import Column, Grid, StepTable, TableCost, closest_terms, lower_terms
 
 __all__ = [
+    "Column",
+    "Grid",
     "LinearCost",
     "LinearTerms",
     "Link",
     "OnlineCost",
     "Profile",
+    "StepTable",
+    "TableCost",
+    "closest_terms",
     "find_profile",
     "fit_terms",
     "get_profile",
     "load_profile",
+    "lower_terms",
     "profile_names",
     "relative_errors",
     "save_profile",

@@ -11,7 +11,7 @@ the time to read the weights once. The form follows DistServe (Zhong et al. 2024
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -146,6 +146,10 @@ class LinearCost:
     def decodes(self, rows: int, contexts: Int64Array) -> Float64Array:
         """`step` for decode steps over `rows` rows that read `contexts` (int64[n]) tokens of KV each: float64[n]."""
         return self.terms.decodes(rows, contexts) / MS_PER_S
+
+    def scaled(self, factor: float) -> Self:
+        """The cost model of a device that takes `factor` times as long for everything."""
+        return type(self)(self.terms.scaled(factor), dict(self.links))
 
     def copy(self, num_bytes: int, link: str) -> float:
         """Seconds to move `num_bytes` over `link`. Raises ConfigError for a link that the profile does not name."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tokenyard.base import ConfigError
 from tokenyard.cost.linear import LinearCost, LinearTerms, Link
+from tokenyard.cost.step_table import StepTable, TableCost
 
 PROFILE_VERSION = 1
 POOR_ERROR = 0.2
@@ -54,6 +55,8 @@ class Profile:
     source: where the numbers come from.
     tp: the number of devices that share each layer.
     error: the mean relative error of a step's predicted time; None if it was not measured.
+    table: tables of step times, None where `terms` say it all; `terms` are then the closest linear ones.
+    measured: what is known of the error against measured runs, in words; "" for nothing.
     """
 
     device: str
@@ -67,6 +70,8 @@ class Profile:
     page_size: int = 16
     links: dict[str, Link] = field(default_factory=lambda: dict(LINKS_GPU))
     error: float | None = None
+    table: StepTable | None = None
+    measured: str = ""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for sizes that are not above zero, and for an error that is no share."""
@@ -94,7 +99,14 @@ class Profile:
 
     def cost(self) -> LinearCost:
         """A fixed cost model with these numbers."""
+        if self.table is not None:
+            return TableCost(terms=self.terms, links=dict(self.links), table=self.table)
         return LinearCost(self.terms, dict(self.links))
+
+    def scaled(self, factor: float) -> "Profile":
+        """The profile of a device whose steps take `factor` times as long."""
+        table = None if self.table is None else self.table.scaled(factor)
+        return replace(self, terms=self.terms.scaled(factor), table=table)
 
 
 SOURCE_REFERENCE = "the project's reference simulation"
@@ -233,14 +245,15 @@ def load_profile(path: Path) -> Profile:
 
 
 def _from_document(document: Mapping[str, object], source: str) -> Profile:
-    terms, links = document.get("terms"), document.get("links", {})
-    if not isinstance(terms, dict) or not isinstance(links, dict):
+    terms, links, table = document.get("terms"), document.get("links", {}), document.get("table")
+    if not isinstance(terms, dict) or not isinstance(links, dict) or not isinstance(table, dict | None):
         raise ConfigError(f"{source}: the cost profile lacks terms; it needs an object of milliseconds")
-    values = {key: value for key, value in document.items() if key not in ("version", "terms", "links")}
+    values = {key: value for key, value in document.items() if key not in ("version", "terms", "links", "table")}
     try:
         return Profile(
             terms=LinearTerms.from_mapping(terms, source),
             links={name: Link(**link) for name, link in links.items()},
+            table=None if table is None else StepTable.from_mapping(table, source),
             **values,  # type: ignore[arg-type]
         )
     except TypeError as error:

@@ -145,7 +145,7 @@ class Setup:
         truth = self.profile_of(replica).cost()
         if self.disagg is not None:
             truth.links["network"] = self.disagg.link
-        return truth if self.prior_scale == 1.0 else LinearCost(truth.terms.scaled(self.prior_scale), truth.links)
+        return truth if self.prior_scale == 1.0 else truth.scaled(self.prior_scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from tokenyard.base import (
     Update,
     WeightsUpdated,
 )
-from tokenyard.cost import LinearCost, OnlineCost
+from tokenyard.cost import LinearCost, OnlineCost, StepTable, TableCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
 
@@ -142,16 +142,30 @@ KINDS: tuple[type, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a scheduler starts from. `prior` is its first cost model, which it corrects if it `learns`."""
+    """What a scheduler starts from.
+
+    prior: its first cost model, which it corrects if it `learns`.
+    table: on a tape, the tables of a prior that is a `TableCost`; `prior` has the rest of it.
+    """
 
     settings: SchedulerSettings
     info: ExecutorInfo
     prior: LinearCost | None = None
     learns: bool = True
+    table: StepTable | None = None
+
+    def recorded(self, settings: SchedulerSettings, info: ExecutorInfo) -> "Origin":
+        """The same as data for a tape, with anonymized `settings` and `info`."""
+        if not isinstance(self.prior, TableCost):
+            return Origin(settings, info, self.prior, self.learns)
+        rest = LinearCost(self.prior.terms, self.prior.links)
+        return Origin(settings, info, rest, self.learns, self.prior.table)
 
     def scheduler(self) -> Scheduler:
         """A fresh scheduler. Raises ConfigError for settings that contradict each other or an unknown policy."""
         cost: CostModel | None = self.prior
+        if self.prior is not None and self.table is not None:
+            cost = TableCost(terms=self.prior.terms, links=self.prior.links, table=self.table)
         if self.prior is not None and self.learns:
             cost = OnlineCost(self.prior)
         return Scheduler(self.settings, self.info, cost)

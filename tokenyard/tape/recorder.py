@@ -49,7 +49,7 @@ class RecordingScheduler:
         self._now = 0
         anonymizer = Anonymizer(origin.info.vocab_size, key)
         self._encoder = TapeEncoder(anonymizer)
-        shown = Origin(anonymizer.settings(origin.settings), anonymizer.info(origin.info), origin.prior, origin.learns)
+        shown = origin.recorded(anonymizer.settings(origin.settings), anonymizer.info(origin.info))
         sink.write(self._encoder.header(Header(shown, written_by, key is not None)))
 
     def apply(self, event: Event, now: int) -> None:

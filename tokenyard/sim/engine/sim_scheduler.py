@@ -68,7 +68,7 @@ class SimExecutor:
 
     def slow_down(self, factor: float) -> None:
         """From now on every step takes `factor` times its normal duration."""
-        self._truth = LinearCost(self._usual.terms.scaled(factor), self._usual.links) if factor != 1.0 else self._usual
+        self._truth = self._usual.scaled(factor) if factor != 1.0 else self._usual
 
     def run(self, plan: StepPlan) -> tuple[StepWork, StepResult]:
         """Return the work and the result of a plan."""

@@ -13,7 +13,8 @@ import yaml
 
 from tokenyard.base import ConfigError
 from tokenyard.base.deprecation import accept_old_keys
-from tokenyard.cost import Profile, get_profile, load_profile
+from tokenyard.cost import Profile, load_profile
+from tokenyard.sim.hardware.device_profile import find_device_profile
 
 QUEUE_SIZE, QUEUE_TIMEOUT_S, QUEUE_AGING_S = 1000, 60.0, 10.0
 """The defaults of `tokenyard route`."""
@@ -212,7 +213,7 @@ class _Reader:
 
     def _profile(self, what: Any) -> Profile:
         if isinstance(what, dict) and what.keys() == {"device"}:
-            return get_profile(str(what["device"]), self.model)
+            return find_device_profile(str(what["device"]), self.model)
         if isinstance(what, dict) and what.keys() == {"profile"}:
             return load_profile(Path(str(what["profile"])))
         raise self._wrong("a worker is {device: NAME} or {profile: FILE}")

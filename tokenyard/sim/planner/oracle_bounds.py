@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import Float64Array, Int64Array
-from tokenyard.cost import Profile, unloaded_prefill_s
+from tokenyard.cost import Profile, lower_terms, unloaded_prefill_s
 from tokenyard.policy.registry import canonical_name
 from tokenyard.policy.sjf import ShortestJobFirst
 from tokenyard.sim.simulate import DefaultSlo, Setup
@@ -24,7 +24,7 @@ def min_work_s(workload: Workload, profile: Profile, cached_tokens: Int64Array |
     The constant part of steps is left out, because other requests may share it, and so are `cached_tokens` (int64[n],
     None for no cache).
     """
-    terms = profile.terms
+    terms = lower_terms(profile.terms, profile.table)
     prompt = workload.prompt_tokens.astype(np.float64)
     cached = np.zeros(len(workload)) if cached_tokens is None else cached_tokens.astype(np.float64)
     output = workload.output_tokens.astype(np.float64)
@@ -56,7 +56,8 @@ def attainment_bound(
     per_token_s = slo.per_token_s(workload)
     within_s = slo.first_token_s(workload, unloaded) + per_token_s * (workload.output_tokens - 1)
     deadline = arrival + np.fmin(within_s, workload.deadline_s)
-    constant_s = (profile.terms.step_ms + profile.terms.dense_ms + profile.terms.tp_step_ms) / MS_PER_S
+    terms = lower_terms(profile.terms, profile.table)
+    constant_s = (terms.step_ms + terms.dense_ms + terms.tp_step_ms) / MS_PER_S
     longest_step_s = float(per_token_s[workload.output_tokens > 1].max(initial=0.0)) or np.inf
     speed = replicas * max(1.0 - constant_s / longest_step_s, 1e-9)
     edges = np.linspace(0.0, float(deadline.max()) + 1e-6, WINDOW_EDGES)

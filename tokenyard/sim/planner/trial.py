@@ -62,7 +62,7 @@ class FleetOption:
         """The setup of `replicas` replicas, with true and predicted times of all devices scaled by `slower`."""
         profile = self.setup.profile
         if slower != 1.0:
-            profile = replace(profile, terms=profile.terms.scaled(slower))
+            profile = profile.scaled(slower)
         setup = replace(self.setup, profile=profile, replicas=replicas)
         if self.setup.disagg is None:
             return setup

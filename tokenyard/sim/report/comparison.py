@@ -144,8 +144,10 @@ def slo_text(slo: DefaultSlo) -> str:
     )
 
 
-def trust(error: float | None) -> str:
-    """The error of predicted times: the mean relative error of a step, or that it is not known."""
+def trust(error: float | None, measured: str = "") -> str:
+    """The error of predicted times: `measured` in words, the mean relative error of a step, or that it is not known."""
+    if measured:
+        return measured
     return "unknown" if error is None else f"{100.0 * error:.1f} % of a step on average"
 
 

@@ -68,6 +68,8 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "slo": asdict(outcome.setup.slo),
         "profile": outcome.setup.profile.name,
         "profile_error": outcome.setup.profile.error,
+        "profile_source": outcome.setup.profile.source,
+        "profile_measured": outcome.setup.profile.measured,
         "warning": outcome.setup.profile.warning,
         "policy": outcome.setup.settings.schedule_policy,
         "policy_note": outcome.policy_note,

@@ -1,0 +1,435 @@
+"""How far are predicted latencies from measured ones? Public runs of vLLM and SGLang, replayed as closed loops.
+
+    python benchmarks/silicon.py [--rows FILE] [--source roofline|kernels] [--sample N] [--jobs N] [--json OUT]
+    python benchmarks/silicon.py --fit          # prints the efficiencies of tokenyard/sim/hardware/efficiencies.py
+
+Each row of the file is a run of some engine: a model, GPUs, lengths, a number of clients, and the mean TTFT and TPOT.
+As many clients send one request after the other through our scheduler with that engine's rules, in virtual time, with
+step times from the roofline or from measured kernels. Printed are, per family, GPU and engine, the median and the 90th
+percentile of the absolute relative error, and the median signed one (minus: predicted too fast).
+
+What the rows do not say is assumed, as in the public scripts of these runs: prompts and answers of 0.8 to 1.0 of the
+nominal length where the run is of that collection, all clients at once, chunks of 8192 (SGLang on other GPUs than H100:
+16384), SGLang's receiver polling every 10 (fewer than 16 clients) or 30 decode steps there. A run has ten requests per
+client; three are simulated, and the first one of each client, which meets all others, counts a tenth.
+
+`--fit` uses the configurations of which `held_out` is false; the table keeps both kinds apart. `calibrated` multiplies
+with one factor for TTFT and one for TPOT per deployment (model, types, GPU, engine, parallelism), each the median over
+the deployment's fitted rows, so it exists for held-out rows whose deployment has such rows.
+"""
+
+import argparse
+import csv
+import gzip
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from tokenyard.base import ConfigError
+from tokenyard.cost import Profile, closest_terms
+from tokenyard.sim.engine.presets import preset
+from tokenyard.sim.hardware.devices import Device, find_device
+from tokenyard.sim.hardware.efficiencies import efficiency_of
+from tokenyard.sim.hardware.model_shape import ModelShape, find_model
+from tokenyard.sim.hardware.roofline import Efficiency, Parallel, Roofline
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
+from tokenyard.sim.traces.sessions import SessionOptions, SessionRecord, Turn
+from tokenyard.sim.traces.workload import Workload
+
+ROWS = Path(__file__).resolve().parents[2] / "shared/traces/silicon/agg_vllm_sglang.csv.gz"
+NODE = 8
+HELD_OUT = 4
+"""One configuration in so many is held out of the fit."""
+
+ROUNDS = 3
+REQUESTS_PER_CLIENT = 10
+MAX_CLIENTS = 1024
+COLLECTION = ("db-dump", "source_file=2026-")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What runs: a model with its types on devices, under an engine."""
+
+    model: str
+    precision: str
+    system: str
+    engine: str
+    parallel: Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measured run, times in ms."""
+
+    name: str
+    deployment: Deployment
+    prompt: int
+    output: int
+    clients: int
+    drawn_lengths: bool
+    ttft_ms: float
+    tpot_ms: float
+
+    @property
+    def held_out(self) -> bool:
+        """Whether its configuration is kept out of fits."""
+        return crc32(repr((self.deployment, self.prompt, self.output, self.clients)).encode()) % HELD_OUT == 0
+
+    @property
+    def mean_length(self) -> float:
+        """The mean of a length over the nominal one."""
+        return 0.9 if self.drawn_lengths else 1.0
+
+
+def read_runs(path: Path) -> tuple[list[Run], dict[str, int]]:
+    """The runs of a file, and how many could not be read, by reason."""
+    runs, refused = [], defaultdict(int)
+    with gzip.open(path, "rt") as lines:
+        for row in csv.DictReader(lines):
+            try:
+                runs.append(_run(row))
+            except ConfigError as error:
+                refused[error.message] += 1
+    return runs, dict(refused)
+
+
+def _run(row: dict[str, str]) -> Run:
+    clients = int(row["concurrency"])
+    if clients > MAX_CLIENTS:
+        raise ConfigError(f"more than {MAX_CLIENTS} clients")
+    deployment = Deployment(row["model_path"], _precision(row), row["system"], row["backend"], _parallel(row))
+    return Run(
+        row["id"],
+        deployment,
+        int(row["isl"]),
+        int(row["osl"]),
+        clients,
+        row["silicon_data_source"].startswith(COLLECTION),
+        float(row["silicon_ttft_ms"]),
+        float(row["silicon_tpot_ms"]),
+    )
+
+
+def _precision(row: dict[str, str]) -> str:
+    """The types of the weights, "" for the checkpoint's own. Labels of gpt-oss and of Kimi's int4 are wrong."""
+    if "gpt-oss" in row["model_path"] or "int4" in row["gemm_quant_mode"]:
+        return ""
+    return row["gemm_quant_mode"].replace("fp8_block", "fp8") or ("" if "FP8" in row["model_path"] else "bf16")
+
+
+def _parallel(row: dict[str, str]) -> Parallel:
+    """How the run was divided. Where tp is labelled as tp times ep or dp, the parts are taken (reference page)."""
+    tp, dp = int(row["tp_size"]), int(row["attention_dp_size"] or 1)
+    moe_tp, ep = int(row["moe_tp_size"] or 1), int(row["moe_ep_size"] or 1)
+    if dp > 1:
+        return Parallel(1, dp, dp) if moe_tp == 1 else Parallel(tp, dp, ep)
+    if moe_tp * ep > 1 and moe_tp * ep != tp:
+        raise ConfigError("expert parallelism that does not match tp")
+    if tp > NODE and moe_tp == ep:
+        return Parallel(moe_tp, 1, ep)
+    if tp > NODE:
+        raise ConfigError(f"tp {tp} over several nodes")
+    return Parallel(tp, 1, ep)
+
+
+@cache
+def shape_of(model: str, precision: str) -> ModelShape:
+    """The model of a deployment with its types. Four-bit checkpoints of MoE models keep attention in 16 bits."""
+    shape = find_model(model)
+    if not precision:
+        return shape
+    typed = shape.with_types(precision)
+    if precision == "nvfp4" and shape.is_moe:
+        return replace(typed, attention_bits=16, attention_math_bits=16)
+    return typed
+
+
+def roofline_of(deployment: Deployment, efficiency: Efficiency | None = None) -> Roofline:
+    """Its step times."""
+    device, shape = find_device(deployment.system), shape_of(deployment.model, deployment.precision)
+    efficiency = efficiency or efficiency_of(deployment.engine, device)
+    return Roofline(shape, device, deployment.parallel, efficiency)
+
+
+# The closed loop
+
+
+def chunk_size(deployment: Deployment) -> int:
+    """Tokens of a step's prefill."""
+    return 8192 if deployment.engine == "vllm" or deployment.system.startswith("h100") else 16384
+
+
+def polls_every(run: Run) -> int:
+    """Decode steps between two looks of SGLang's receiver at new requests; 0 for every step."""
+    if run.deployment.engine != "sglang" or not run.drawn_lengths:
+        return 0
+    return 30 if run.clients >= 16 else 10
+
+
+def workload_of(run: Run, profile: Profile, efficiency: Efficiency, seed: int = 0) -> Workload:
+    """The clients as sessions of `ROUNDS` turns. What passes before the scheduler sees a request is its gap."""
+    rng = np.random.default_rng(seed)
+    low = 0.8 if run.drawn_lengths else 1.0
+    rows = run.clients // run.deployment.parallel.dp or 1
+    step_s = float(profile.cost().decodes(rows, np.array([rows * (run.prompt + run.output // 2)]))[0])
+    records = []
+    for client in range(run.clients):
+        turns = []
+        for turn in range(ROUNDS):
+            prompt, output = (max(round(n * rng.uniform(low, 1.0)), 1) for n in (run.prompt, run.output))
+            gap_s = efficiency.request_ms / 1e3 + efficiency.request_us_per_token * prompt / 1e6
+            gap_s += polls_every(run) * step_s * rng.uniform() if turn else 0.0
+            turns.append(Turn(prompt, output, (turn - 1,) if turn else (), gap_s))
+        records.append(SessionRecord(f"client {client}", turns, 0.0))
+    return session_workload(SessionTrace(run.name, records, 1), SessionOptions())
+
+
+def predicted(run: Run, profile: Profile, efficiency: Efficiency) -> tuple[float, float]:
+    """Mean TTFT and TPOT in ms of the simulated run."""
+    workload = workload_of(run, profile, efficiency)
+    context = workload.max_prompt_tokens + workload.max_output_tokens + 1
+    settings = replace(
+        preset(f"{run.deployment.engine}-default", context),
+        chunked_prefill_size=chunk_size(run.deployment),
+        max_in_flight=2,
+        max_running_requests=max(run.clients, 2),
+    )
+    outcome = simulate(workload, Setup(profile, settings, dp_size=run.deployment.parallel.dp))
+    return _means(outcome, workload)
+
+
+def _means(outcome: Outcome, workload: Workload) -> tuple[float, float]:
+    sessions = workload.sessions
+    assert sessions is not None
+    first = sessions.turn == 0
+    ttft_s = outcome.ttft_s + sessions.gap_s
+    weight = 1.0 / REQUESTS_PER_CLIENT
+
+    def mean(values: np.ndarray) -> float:
+        return float(weight * np.nanmean(values[first]) + (1.0 - weight) * np.nanmean(values[~first]))
+
+    return 1e3 * mean(ttft_s), 1e3 * mean(outcome.tpot_s)
+
+
+@cache
+def profile_of(deployment: Deployment) -> Profile:
+    """The deployment as a cost profile, from the roofline."""
+    roofline = roofline_of(deployment)
+    tp, table = deployment.parallel.tp, roofline.table("roofline")
+    pool = roofline.kv_pool_tokens(0.9, 256, 8192)
+    return Profile(
+        deployment.system, deployment.model, closest_terms(table), pool, roofline.shape.kv_bytes_per_token(),
+        1 << 20, table.origin, tp, table=table,
+    )  # fmt: skip
+
+
+def one(run: Run) -> tuple[float, float] | str:
+    """Predicted TTFT and TPOT in ms, or why there are none."""
+    try:
+        device = find_device(run.deployment.system)
+        return predicted(run, profile_of(run.deployment), efficiency_of(run.deployment.engine, device))
+    except ConfigError as error:
+        return error.message
+
+
+# The fit
+
+
+FITTED = tuple(name for name in asdict(Efficiency()) if name not in ("link", "imbalance"))
+RIDGE = 2.0
+SWEEPS = 12
+TTFT_WEIGHT = 0.5
+
+
+def estimate(roofline: Roofline, runs: Sequence[Run]) -> np.ndarray:
+    """float64[n, 2], TTFT and TPOT in ms of runs of one deployment, in closed form: the steady state of the loop."""
+    share = roofline.efficiency
+    rows = np.array([max(run.clients / roofline.parallel.dp, 1.0) for run in runs])
+    scale = np.array([run.mean_length for run in runs])
+    prompt, output = np.array([run.prompt for run in runs]) * scale, np.array([run.output for run in runs]) * scale
+    context, zero = prompt + output / 2, np.zeros(len(runs))
+    base = roofline.base_ms(rows, chunks=False)
+    attention = roofline.rows_ms(rows, context)
+    decode = base + attention + share.host_ms
+    if runs[0].deployment.engine == "vllm":
+        added = roofline.base_ms(rows + prompt, chunks=True) - base + roofline.chunk_ms(prompt, zero)
+        alone = added + decode
+    else:
+        alone = roofline.base_ms(prompt, chunks=True) + roofline.chunk_ms(prompt, zero) + share.host_ms
+        added = alone
+    tpot = decode + (rows - 1) / output * added
+    wait = np.array([polls_every(run) for run in runs]) * decode / 2 * (1 - 1 / REQUESTS_PER_CLIENT)
+    burst = (rows - 1) / 2 * added / REQUESTS_PER_CLIENT
+    request = share.request_ms + share.request_us_per_token * prompt / 1e3
+    return np.stack((alone + tpot / 2 + wait + burst + request, tpot), axis=1)
+
+
+def fit(runs: Sequence[Run], prior: Efficiency) -> Efficiency:
+    """The efficiencies of one engine on one kind of GPU: least squares of the log errors of `estimate`, the large ones
+    bounded, by Gauss-Newton on the logs of the parameters, with a ridge towards `prior`.
+    """
+    grouped: dict[Deployment, list[Run]] = defaultdict(list)
+    for run in runs:
+        grouped[run.deployment].append(run)
+    groups = list(grouped.values())
+    measured = np.concatenate([[(run.ttft_ms, run.tpot_ms) for run in group] for group in groups])
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        efficiency = replace(prior, **{name: float(np.exp(log)) for name, log in zip(FITTED, logs, strict=True)})
+        found = [estimate(roofline_of(group[0].deployment, efficiency), group) for group in groups]
+        logged = np.log(np.concatenate(found) / measured)
+        # The measured TTFT of a queue that a server's own limit made says nothing of its steps.
+        return (logged * np.array([TTFT_WEIGHT, 1.0])).ravel()
+
+    start = np.array([np.log(getattr(prior, name)) for name in FITTED])
+    logs = start.copy()
+    for _ in range(SWEEPS):
+        now = errors(logs)
+        jacobian = np.stack([(errors(logs + 0.05 * unit) - now) / 0.05 for unit in np.eye(len(logs))], axis=1)
+        weights = 1.0 / np.maximum(np.abs(now), 0.1)
+        left = (jacobian.T * weights) @ jacobian + RIDGE * np.eye(len(logs))
+        step = np.linalg.solve(left, -(jacobian.T * weights) @ now - RIDGE * (logs - start))
+        logs = np.clip(logs + np.clip(step, -0.3, 0.3), start - 2.0, start + 2.0)
+        for i, name in enumerate(FITTED):
+            if name.startswith(("memory", "expert_memory", "kv_memory", "compute", "attention")):
+                logs[i] = min(logs[i], np.log(0.95))
+    return replace(prior, **{name: float(f"{np.exp(log):.3g}") for name, log in zip(FITTED, logs, strict=True)})
+
+
+def generation(device: Device) -> str:
+    """The kind of GPU whose runs are fitted together."""
+    return "hopper" if device.name in ("h100_sxm", "h200_sxm") else "blackwell"
+
+
+def fit_all(runs: Iterable[Run]) -> None:
+    """Fit each engine on each kind of GPU and print the numbers."""
+    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.deployment.engine, generation(find_device(run.deployment.system))].append(run)
+    for key, group in sorted(groups.items()):
+        used = [run for run in group if not run.held_out]
+        found = fit(used, Efficiency())
+        print(f"    {key!r}: {found!r},")
+        for name, part in (("fitted", used), ("held out", [run for run in group if run.held_out])):
+            wrong = np.array([
+                estimate(roofline_of(run.deployment, found), [run])[0] / (run.ttft_ms, run.tpot_ms) - 1 for run in part
+            ])  # fmt: skip
+            ttft, tpot = np.median(np.abs(wrong), axis=0) * 100
+            print(f"    # {name}: {len(part)} runs, TTFT {ttft:.1f} %, TPOT {tpot:.1f} % off by `estimate`")
+
+
+# The table
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run with its predicted times, in ms."""
+
+    run: Run
+    ttft_ms: float
+    tpot_ms: float
+
+
+def error_cell(errors: Sequence[float]) -> str:
+    """Median, 90th percentile and signed median of relative errors, in percent."""
+    if not len(errors):
+        return "-"
+    wrong = np.array(errors) * 100
+    return f"{np.median(np.abs(wrong)):.0f} / {np.percentile(np.abs(wrong), 90):.0f} / {np.median(wrong):+.0f}"
+
+
+def calibration(results: Sequence[Result]) -> dict[Deployment, tuple[float, float]]:
+    """Factors for TTFT and TPOT per deployment: measured over predicted, the median of its fitted runs."""
+    grouped: dict[Deployment, list[Result]] = defaultdict(list)
+    for result in results:
+        if not result.run.held_out:
+            grouped[result.run.deployment].append(result)
+    return {
+        deployment: (
+            float(np.median([r.run.ttft_ms / r.ttft_ms for r in group])),
+            float(np.median([r.run.tpot_ms / r.tpot_ms for r in group])),
+        )
+        for deployment, group in grouped.items()
+    }
+
+
+def errors_of(results: Sequence[Result], factors: dict[Deployment, tuple[float, float]] | None = None) -> np.ndarray:
+    """float64[n, 2], relative errors of TTFT and TPOT, with the deployments' factors where given."""
+    wrong = []
+    for r in results:
+        a, b = (1.0, 1.0) if factors is None else factors[r.run.deployment]
+        wrong.append((a * r.ttft_ms / r.run.ttft_ms - 1.0, b * r.tpot_ms / r.run.tpot_ms - 1.0))
+    return np.array(wrong).reshape(-1, 2)
+
+
+def print_table(results: Sequence[Result], key: Callable[[Run], str]) -> None:
+    """One line per value of `key`."""
+    factors = calibration(results)
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        groups[key(result.run)].append(result)
+    print("| rows | n | TTFT bare | TPOT bare | n | TTFT calibrated | TPOT calibrated |")
+    print("| --- | ---: | --- | --- | ---: | --- | --- |")
+    for name, group in sorted(groups.items()):
+        bare = errors_of(group)
+        known = [r for r in group if r.run.held_out and r.run.deployment in factors]
+        tuned = errors_of(known, factors)
+        cells = [error_cell(bare[:, 0]), error_cell(bare[:, 1]), str(len(known)), error_cell(tuned[:, 0])]
+        print(f"| {name} | {len(group)} | {' | '.join(cells)} | {error_cell(tuned[:, 1])} |")
+
+
+def place(run: Run) -> str:
+    """Family, GPU and engine of a run: what its error is stated for."""
+    family = shape_of(run.deployment.model, run.deployment.precision).family
+    return f"{family}, {run.deployment.system}, {run.deployment.engine}"
+
+
+def sampled(runs: list[Run], count: int | None) -> list[Run]:
+    """About `count` of the runs, evenly; None for all."""
+    return runs if count is None or count >= len(runs) else runs[:: -(-len(runs) // count)]
+
+
+def main() -> None:
+    """Print the table, or the fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=ROWS, help="the measured runs")
+    parser.add_argument("--fit", action="store_true", help="fit the roofline's efficiencies and print them")
+    parser.add_argument("--sample", type=int, metavar="N", help="replay about N of the rows [all]")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes [all cores]")
+    parser.add_argument("--json", type=Path, help="write each run with its predicted times")
+    args = parser.parse_args()
+    runs, refused = read_runs(args.rows)
+    if args.fit:
+        fit_all(runs)
+        return
+    runs = sampled(runs, args.sample)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        answers = list(pool.map(one, runs, chunksize=4))
+    results = []
+    for run, answer in zip(runs, answers, strict=True):
+        if isinstance(answer, str):
+            refused[answer] = refused.get(answer, 0) + 1
+        else:
+            results.append(Result(run, *answer))
+    for title, key in (("all", lambda run: "held out" if run.held_out else "fitted"), ("", place)):
+        print(f"\nmedian / 90th percentile of the absolute error, signed median, in % {title}\n")
+        print_table(results, key)
+    for reason, count in sorted(refused.items(), key=lambda item: -item[1]):
+        print(f"not done: {count} rows: {reason}")
+    if args.json is not None:
+        rows = [{**asdict(r.run), "held_out": r.run.held_out, "ttft": r.ttft_ms, "tpot": r.tpot_ms} for r in results]
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

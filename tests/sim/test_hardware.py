@@ -1,0 +1,156 @@
+"""Step time and KV capacity from a model's configuration and a device's data sheet."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.sim.small_workloads import setup, workload
+from tokenyard.base import ConfigError, StepWork
+from tokenyard.sim.hardware.device_profile import Hardware, find_device_profile
+from tokenyard.sim.hardware.devices import device_names, find_device
+from tokenyard.sim.hardware.known_models import known_models
+from tokenyard.sim.hardware.model_shape import find_model, read_shape
+from tokenyard.sim.simulate import simulate
+from tokenyard.tape.codec import Tape
+from tokenyard.tape.replay import replay
+
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "kv_bytes"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.03, 131_072),
+        ("Qwen/Qwen3-32B", 32.8, 262_144),
+        ("Qwen/Qwen3-235B-A22B", 235.1, 192_512),
+        ("deepseek-ai/DeepSeek-V3", 671.0, 70_272),
+        ("mistralai/Mixtral-8x7B-v0.1", 46.7, 131_072),
+        ("openai/gpt-oss-120b", 116.8, 36_864),
+    ],
+)
+def test_known_models_have_their_published_sizes(name, billions, kv_bytes):
+    shape = find_model(name)
+    assert shape.total_params / 1e9 == pytest.approx(billions, rel=0.002)
+    assert shape.kv_bytes_per_token() == kv_bytes
+
+
+@pytest.mark.parametrize("model", known_models())
+def test_every_known_model_has_step_times(model):
+    profile = find_device_profile("b200_sxm", model, Hardware(tp=8, weights="nvfp4"))
+    few, many = (profile.cost().step(StepWork(n, n, n, n * 1000)) for n in (1, 64))
+    assert 0.0 < few < many < 1.0
+
+
+def test_a_configuration_is_read_from_a_file_or_its_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert find_model(str(tmp_path)) == find_model(str(tmp_path / "config.json"))
+    assert find_model(str(tmp_path)).kv_bytes_per_token() == 4 * 2 * 2 * 16 * 2
+
+
+def test_nested_text_configurations_are_read():
+    assert read_shape({"text_config": TINY}, "a", "a") == read_shape(TINY, "a", "a")
+
+
+def test_windows_keep_kv_for_their_window_only():
+    mixed = TINY | {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    shape, full = read_shape(mixed, "a", "a"), read_shape(TINY, "a", "a")
+    assert shape.family == "window"
+    assert shape.kv_bytes_per_token() == full.kv_bytes_per_token() // 2
+    assert shape.fixed_kv_bytes(10) == 10 * 32 * shape.kv_bytes_per_token()
+
+
+def test_recurrent_states_take_a_fixed_place():
+    hybrid = TINY | {"full_attention_interval": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    shape = read_shape(hybrid | {"linear_value_head_dim": 16}, "a", "a")
+    assert shape.family == "hybrid"
+    assert shape.fixed_kv_bytes(1) == 2 * 4 * 16 * 16 * 4
+
+
+def test_latents_are_on_every_device_and_heads_are_divided():
+    assert find_model("deepseek-v3").kv_bytes_per_token(8) == find_model("deepseek-v3").kv_bytes_per_token(1)
+    assert find_model("llama-3.1-70b").kv_bytes_per_token(8) * 8 == find_model("llama-3.1-70b").kv_bytes_per_token(1)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "bits"),
+    [
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "awq", "bits": 4}, 4.5),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}, 4.5),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        ({"quant_method": "something"}, 16),
+    ],
+)
+def test_types_of_weights(quantized, bits):
+    assert read_shape(TINY | {"quantization_config": quantized}, "a", "a").weight_bits == bits
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "has no hidden_size"),
+        (TINY | {"hidden_size": "64"}, "must be a whole number"),
+        (TINY | {"num_attention_heads": 0}, "must be above 0"),
+        (TINY | {"hybrid_override_pattern": "M*"}, "not modelled"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        read_shape(config, "a", "some file")
+
+
+def test_an_unknown_model_or_device_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="qwen3-32b"):
+        find_model("nobody/nothing")
+    with pytest.raises(ConfigError, match="b200_sxm"):
+        find_device("abacus")
+
+
+def test_a_model_that_does_not_fit_says_what_to_do():
+    with pytest.raises(ConfigError, match="--tp-size"):
+        find_device_profile("l4", "llama-3.1-70b", Hardware())
+
+
+def test_the_kv_pool_of_a_known_deployment():
+    # vLLM's own estimate of this deployment, by NVIDIA's tables, is 432,992 tokens.
+    profile = find_device_profile("h100_sxm", "llama-3.1-8b", Hardware())
+    assert profile.kv_pool_tokens == pytest.approx(432_992, rel=0.03)
+    half = find_device_profile("h100_sxm", "llama-3.1-8b", Hardware(kv_type="fp8"))
+    assert half.kv_pool_tokens == pytest.approx(2 * profile.kv_pool_tokens, rel=0.01)
+
+
+def test_more_devices_make_a_step_shorter_but_not_in_proportion():
+    one, four = (find_device_profile("h100", "qwen3-32b", Hardware(tp=tp, weights="fp8")).cost() for tp in (1, 4))
+    step = StepWork(32, 32, 32, 32 * 2000)
+    assert one.step(step) / 4 < four.step(step) < one.step(step)
+
+
+def test_a_built_in_profile_stays_unless_a_flag_says_more():
+    assert find_device_profile("h100", "llama-3-8b").table is None
+    assert find_device_profile("h100", "llama-3-8b", Hardware()).table is not None
+
+
+def test_every_profile_says_how_far_it_is_off():
+    for device in device_names():
+        profile = find_device_profile(device, "qwen3-0.6b", Hardware())
+        assert "measured" in profile.measured
+
+
+def test_a_tape_of_a_table_replays_without_the_model():
+    profile = find_device_profile("b200", "qwen3-0.6b", Hardware())
+    chosen = replace(setup(settings={"schedule_policy": "slo", "step_budget": "time"}), profile=profile)
+    tape = io.BytesIO()
+    simulate(workload(*((0.01 * i, 100 * i + 1, 20) for i in range(20))), chosen, tape=tape)
+    report = replay(Tape(tape.getvalue(), "tape"))
+    assert report.difference is None
+    assert report.equal == report.plans > 0

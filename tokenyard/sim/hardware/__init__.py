@@ -1,0 +1,1 @@
+"""Step time and KV capacity of a model on a device, from data sheets and measured kernels."""
