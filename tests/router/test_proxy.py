@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -40,6 +41,23 @@ def test_an_answer_comes_through_untouched():
             )
             assert asked.headers["x-mine"] == "yes"
             assert asked.headers["host"] == f"127.0.0.1:{worker.port}"
+
+    run(main())
+
+
+def test_the_kernel_probes_silent_workers():
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (router, client):
+            await client.complete()
+            (known,) = router.workers
+            connection = await known.pool.connect()
+            raw = connection.transport.get_extra_info("socket")
+            assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                idle, interval, count = (raw.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+                assert idle + interval * count == 25
+            connection.transport.abort()
 
     run(main())
 

@@ -22,6 +22,13 @@ MAX_IDLE = 512
 SWITCHING_PROTOCOLS = 101
 HEAD_END = b"\r\n\r\n"
 
+_KEEPALIVE = [
+    (getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+]
+"""Probe after 10 s of silence, every 5 s; three unanswered probes break the connection."""
+
 Body = LengthBody | ChunkedBody | EndlessBody
 
 
@@ -99,11 +106,19 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Disable Nagle's algorithm: small requests must not wait for an acknowledgement."""
+        """Disable Nagle's algorithm, as small requests must not wait for an acknowledgement, and have the kernel probe a
+        silent worker.
+
+        A machine that loses power and returns before a health check fails has forgotten the connection. Without probes
+        an answer that is not a stream would be awaited until `request_timeout_secs`.
+        """
         self.transport = cast(asyncio.Transport, transport)
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                raw.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, reader: ResponseReader, data: bytes, *, keep: bool = True) -> None:
         """Send a whole request; `reader` receives the response. `keep`: reuse the connection after it."""

@@ -1,0 +1,183 @@
+"""Clients that know the true answer: its tokens are a function of prompt and position (`executor/mock.py`)."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.world.engine import MODEL, text_side
+from tokenyard.executor.kv_ownership_check import history_marks, mix
+from tokenyard.executor.mock import load_executor
+
+INFO = load_executor(MODEL).info
+
+
+def true_tokens(prompt: list[int], count: int) -> list[int]:
+    """The greedy answer to a prompt. It has no eos, so its length is the one that was asked for."""
+    key = mix(history_marks(np.array(prompt, np.int32))[-1:])
+    positions = np.arange(len(prompt), len(prompt) + count, dtype=np.uint64)
+    tokens = (mix(key + positions) % np.uint64(INFO.vocab_size)).astype(np.int64)
+    for _ in INFO.eos_token_ids:
+        tokens += np.isin(tokens, INFO.eos_token_ids)
+        tokens %= INFO.vocab_size
+    return tokens.tolist()
+
+
+def true_text(tokens: list[int]) -> str:
+    """Their text, as one decode gives it."""
+    return str(text_side(MODEL)[0].decode(tokens, skip_special_tokens=True))
+
+
+@dataclass
+class Ask:
+    """What a client asks for, and how it behaves.
+
+    leaves_after: tokens after which it hangs up; None for never.
+    slow_s: seconds it takes before each read.
+    """
+
+    number: int
+    at_s: float
+    prompt: list[int]
+    tokens: int
+    stream: bool = True
+    leaves_after: int | None = None
+    slow_s: float = 0.0
+    router: int = 0
+
+    def __str__(self) -> str:
+        how = "stream" if self.stream else "whole"
+        if self.leaves_after is not None:
+            how += f", leaves after {self.leaves_after}"
+        size = f"{len(self.prompt)} + {self.tokens} tokens"
+        return f"{self.at_s:.2f} s: request {self.number} to router{self.router}, {size}, {how}"
+
+
+@dataclass
+class Seen:
+    """What the client saw. `end`: "" while open; done, left, broken, or an error's status and code."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: str = ""
+    finish: str | None = None
+    usage: dict[str, Any] | None = None
+    wrong: list[str] = field(default_factory=list)
+    ended_s: float = 0.0
+
+
+async def run(ask: Ask, seen: Seen, address: tuple[str, int]) -> None:
+    """Send the request and read its answer into `seen`."""
+    body = {"prompt": ask.prompt, "max_tokens": ask.tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": ask.stream, "return_token_ids": True}
+    if ask.stream:
+        body["stream_options"] = {"include_usage": True}
+    data = json.dumps(body).encode()
+    try:
+        reader, writer = await asyncio.open_connection(*address)
+    except OSError:
+        seen.end = "broken"
+        return
+    lines = ["POST /v1/completions HTTP/1.1", "Host: fleet", "Content-Type: application/json"]
+    lines.append(f"Content-Length: {len(data)}\r\n\r\n")
+    writer.write("\r\n".join(lines).encode() + data)
+    try:
+        await _read(ask, seen, reader)
+    except (asyncio.IncompleteReadError, OSError, ValueError) as error:
+        seen.end = "broken"
+        if isinstance(error, ValueError):
+            seen.wrong.append(f"the answer is no HTTP: {error}")
+    finally:
+        writer.close()
+
+
+async def _read(ask: Ask, seen: Seen, reader: asyncio.StreamReader) -> None:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    status = int(head[0].split(" ")[1])
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+    if "content-length" in headers:
+        body = json.loads(await reader.readexactly(int(headers["content-length"])))
+        if status != 200:
+            seen.end = f"{status} {body['error'].get('code')}"
+            return
+        _take(seen, body)
+        seen.usage, seen.end = body.get("usage"), "done"
+        return
+    if status != 200:
+        raise ValueError(f"status {status} with a stream")
+    await _read_stream(ask, seen, reader)
+
+
+async def _read_stream(ask: Ask, seen: Seen, reader: asyncio.StreamReader) -> None:
+    text, done = b"", False
+    while True:
+        if ask.slow_s:
+            await asyncio.sleep(ask.slow_s)
+        size = int((await reader.readuntil(b"\r\n")).strip(), 16)
+        piece = (await reader.readexactly(size + 2))[:-2]
+        if not size:
+            break
+        text += piece
+        *events, text = text.split(b"\n\n")
+        for event in events:
+            if done:
+                seen.wrong.append("an event after the end")
+            done = _event(seen, event)
+            if seen.end:
+                return
+        if ask.leaves_after is not None and len(seen.tokens) >= ask.leaves_after:
+            seen.end = "left"
+            return
+    if text or not done:
+        seen.wrong.append("the stream ends without [DONE]")
+    seen.end = "done"
+
+
+def _event(seen: Seen, event: bytes) -> bool:
+    """Take one event; whether it is the last."""
+    data = event.removeprefix(b"data: ")
+    if data == b"[DONE]":
+        return True
+    fields = json.loads(data)
+    if "error" in fields:
+        seen.end = f"event {fields['error'].get('code')}"
+        return False
+    if fields.get("usage"):
+        seen.usage = fields["usage"]
+    if fields["choices"]:
+        _take(seen, fields)
+    return False
+
+
+def _take(seen: Seen, fields: dict[str, Any]) -> None:
+    choice = fields["choices"][0]
+    if seen.finish is not None and (choice.get("text") or choice.get("token_ids")):
+        seen.wrong.append("output after its finish")
+    seen.tokens += choice.get("token_ids") or []
+    seen.text += choice.get("text") or ""
+    if choice.get("finish_reason") is not None:
+        if seen.finish is not None:
+            seen.wrong.append("two finish reasons")
+        seen.finish = choice["finish_reason"]
+
+
+def violations(seen: Seen) -> list[str]:
+    """What is wrong with an answer, whatever happened to the fleet."""
+    ask, found = seen.ask, list(seen.wrong)
+    true = true_tokens(ask.prompt, ask.tokens)
+    if seen.tokens != true[: len(seen.tokens)]:
+        found.append(f"tokens {seen.tokens[:8]}... are not a prefix of {true[:8]}...")
+    if seen.end == "done":
+        if seen.tokens != true:
+            found.append(f"{len(seen.tokens)} of {ask.tokens} tokens")
+        if seen.text != true_text(true):
+            found.append(f"text {seen.text[:40]!r} instead of {true_text(true)[:40]!r}")
+        if seen.finish != "length":
+            found.append(f"finish reason {seen.finish}")
+        usage = seen.usage or {}
+        if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != (len(ask.prompt), ask.tokens):
+            found.append(f"usage {usage}")
+    return [f"request {ask.number}: {text}" for text in found]

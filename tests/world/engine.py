@@ -1,0 +1,249 @@
+"""An engine of the world: the API process with its HTTP server, and a scheduler process for each rank.
+
+All code is the product's. Only what starts processes is written anew: `running_engine` starts real ones.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from tests.engine.text_helpers import DEMO_TOKENIZER
+from tests.world.lockstep import LockstepThread
+from tests.world.network import FakeSocket, Process
+from tokenyard.config import Settings
+from tokenyard.engine.detokenizer.assembler import TextAssembler
+from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
+from tokenyard.engine.processes.ipc import FROM_SCHEDULER, TO_SCHEDULER
+from tokenyard.engine.processes.launch import load_tokenizer_and_template
+from tokenyard.engine.processes.messages import Fence
+from tokenyard.engine.scheduler_process.health.liveness import HEARTBEAT_INTERVAL_S
+from tokenyard.engine.scheduler_process.scheduler_loop import SchedulerLoop
+from tokenyard.local import server_options
+from tokenyard.routing.balance import RankBalancer
+from tokenyard.server.http.connections import ConnectionLimits
+from tokenyard.server.http.server import DrainingServer
+from tokenyard.server.state import ServerState
+from tokenyard.wiring import engine_config, with_model_folder
+
+MODEL = str(DEMO_TOKENIZER.parent)
+PORT = 30000
+IPC_S = 0.0001
+RESTART_S = 1.0
+
+
+@functools.cache
+def text_side(model: str) -> Any:
+    """Tokenizer and template, which are read once for all worlds."""
+    return load_tokenizer_and_template(engine_config(with_model_folder(Settings(model_path=model, executor="mock"))))
+
+
+class Scheduler:
+    """One scheduler process: the product's loop in a lockstep thread, with messages encoded as between processes."""
+
+    def __init__(self, world: Any, api: Process, config: Any, rank: int, source: int) -> None:
+        self.world, self.api, self.rank, self.source = world, api, rank, source
+        self.process = Process(f"{api.name}/scheduler-{source}")
+        self.inbox: list[bytes | None] = []
+        self.ready: asyncio.Future[Any] = world.loop.create_future()
+        self.loop: SchedulerLoop | None = None
+        self._config = config
+        self.receive_output: Any = None
+        self.thread = LockstepThread(world.loop, world.clock, self.process, self._main)
+        world.threads.append(self.thread)
+
+    def _main(self) -> None:
+        self.loop = SchedulerLoop(self._config.for_rank(self.rank), self, self.put, rank=self.rank)
+        self.world.loop.call_soon(self._started)
+        self.loop.run()
+
+    def _started(self) -> None:
+        if self.api.alive and not self.ready.done():
+            self.ready.set_result(self.loop.info)
+        self._beat()
+
+    def _beat(self) -> None:
+        if self.process.alive and self.api.alive:
+            if not self.process.stopped:
+                self._deliver(FROM_SCHEDULER.encode(self.loop.state.beat(self.world.clock.now_ns), self.source))
+            self.world.loop.call_later(HEARTBEAT_INTERVAL_S, self._beat)
+
+    def put(self, message: Any) -> None:
+        """A message to the scheduler, which arrives a little later."""
+        self.world.loop.call_later(IPC_S, self._arrive, TO_SCHEDULER.encode(message))
+
+    def _arrive(self, frame: bytes) -> None:
+        if self.process.alive:
+            self.inbox.append(frame)
+            self.thread.wake()
+
+    # The scheduler's port.
+
+    def receive(self, timeout_ns: int) -> list[Any] | None:
+        """Messages so far, after a wait for the first."""
+        if not self.inbox and timeout_ns > 0:
+            self.thread.wait_until(self.world.clock.now_ns + timeout_ns, wakes_early=True)
+        frames, self.inbox = self.inbox, []
+        return None if None in frames else [TO_SCHEDULER.decode(frame)[0] for frame in frames]
+
+    def send(self, message: Any) -> None:
+        """A message to the API process."""
+        self.world.loop.call_later(IPC_S, self._deliver, FROM_SCHEDULER.encode(message, self.source))
+
+    def _deliver(self, frame: bytes) -> None:
+        if self.api.alive and self.receive_output is not None:
+            self.world.call_in(self.api, self.receive_output, *FROM_SCHEDULER.decode(frame))
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.alive, self.process.stopped = False, False
+        self.thread.kill()
+
+
+class WorldServer(DrainingServer):
+    """A server that gets its signals from the world."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Engine:
+    """One `tokenyard serve`. Also the API process's link to its schedulers."""
+
+    def __init__(self, world: Any, name: str, **settings: Any) -> None:
+        self.world, self.name = world, name
+        self.settings = with_model_folder(
+            Settings(model_path=MODEL, executor="mock", host=name, port=PORT, watchdog_timeout_s=0.0, **settings)
+        )
+        self.config = engine_config(self.settings)
+        self.config = dataclasses.replace(
+            self.config, executor_options=self.config.executor_options | {"check_kv": True}
+        )
+        self.schedulers: dict[int, Scheduler] = {}
+        self.process: Process | None = None
+        self.manager: TokenizerManager | None = None
+        self.server: DrainingServer | None = None
+        self._sources = 0
+
+    @property
+    def url(self) -> str:
+        """The address of its server."""
+        return f"http://{self.name}:{PORT}"
+
+    def start(self) -> None:
+        """Start its processes."""
+        self.process = Process(self.name)
+        self.manager = self.server = None
+        self.world.spawn(self.process, self._run)
+
+    async def _run(self) -> None:
+        state = ServerState(server_options(self.settings))
+        self.server = WorldServer(state, shutdown_timeout_s=self.settings.shutdown_timeout_s, limits=ConnectionLimits())
+        serving = asyncio.create_task(self.server.serve(sockets=[FakeSocket(self.name, PORT)]))
+        loading = asyncio.create_task(self._load(state))
+        try:
+            await serving
+        finally:
+            loading.cancel()
+        for scheduler in self.schedulers.values():
+            scheduler.inbox.append(None)
+            scheduler.thread.wake()
+        self.world.exited(self)
+
+    async def _load(self, state: ServerState) -> None:
+        tokenizer, template = text_side(MODEL)
+        first = [self._launch(rank) for rank in range(self.config.ranks)]
+        infos = [await scheduler.ready for scheduler in first]
+        info = infos[0]
+        pool_tokens, method = info.num_pages * info.page_size, self.config.load_balance_method
+        balancer = RankBalancer(method, self.config.ranks, pool_tokens, self.config.scheduler, 0)
+        self.manager = TokenizerManager(
+            info, tokenizer, template, self, assembler=TextAssembler(tokenizer), balancer=balancer
+        )
+        for scheduler in first:
+            self._joined(scheduler)
+        state.set_ready(self.manager)
+
+    def _launch(self, rank: int) -> Scheduler:
+        self._sources += 1
+        scheduler = self.schedulers[self._sources] = Scheduler(
+            self.world, self.process, self.config, rank, self._sources
+        )
+        return scheduler
+
+    def _joined(self, scheduler: Scheduler) -> None:
+        scheduler.receive_output = self.manager.outputs.receive
+        self.manager.failover.rank_ready(scheduler.rank, scheduler.source)
+
+    def kill_scheduler(self, scheduler: Scheduler) -> None:
+        """kill -9 a scheduler process; the supervisor notices and starts another."""
+        scheduler.kill()
+        del self.schedulers[scheduler.source]
+        if self.process.alive and self.manager is not None:
+            self.world.call_in(self.process, self._replace, scheduler)
+
+    def _replace(self, lost: Scheduler) -> None:
+        self.manager.failover.rank_lost(lost.source, "it was killed", suspect_user_code=False)
+        asyncio.get_running_loop().call_later(RESTART_S, self._restart, lost.rank)
+
+    def _restart(self, rank: int) -> None:
+        scheduler = self._launch(rank)
+        scheduler.ready.add_done_callback(lambda done: self._joined(scheduler))
+
+    def kill(self, *, host: bool = False) -> None:
+        """kill -9 all processes; with `host`, the machine loses power and no peer hears of it."""
+        self.world.network.kill(self.process, host=host)
+        for scheduler in self.schedulers.values():
+            scheduler.kill()
+        self.schedulers.clear()
+
+    def stop(self) -> None:
+        """SIGSTOP all processes."""
+        for process in self._processes():
+            process.stop()
+
+    def resume(self) -> None:
+        """SIGCONT all processes."""
+        for process in self._processes():
+            process.resume(self.world.loop)
+
+    def _processes(self) -> list[Process]:
+        return [self.process, *(scheduler.process for scheduler in self.schedulers.values())]
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        if self.server is not None:
+            self.world.call_in(self.process, self.server.handle_exit, 15, None)
+
+    # The API process's link.
+
+    def connect(self, source: int) -> Any:
+        """The way to a scheduler."""
+        return self.schedulers[source].put
+
+    def disconnect(self, source: int) -> None:
+        """Nothing is to be closed."""
+
+    def fence(self, fence: Fence) -> None:
+        """The text side is in the API process and is asked there."""
+
+    def reset_detokenizer(self) -> None:
+        """There is none to reset."""
+
+    def close(self) -> None:
+        """Nothing is to be closed."""
+
+    def left_over(self) -> list[str]:
+        """What it still holds, for the check that everything drains."""
+        found = []
+        for scheduler in self.schedulers.values():
+            core = scheduler.loop.core
+            state = core.snapshot(self.world.clock.now_ns)
+            if state.used_tokens or core.has_work:
+                found.append(f"{scheduler.process.name} holds {state.used_tokens} KV tokens, has work: {core.has_work}")
+        if self.server is not None and self.server.state.open_requests:
+            found.append(f"{self.name} has {self.server.state.open_requests} open requests")
+        return found

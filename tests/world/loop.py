@@ -1,0 +1,130 @@
+"""An asyncio event loop in virtual time whose connections go over the world's network.
+
+The code above runs unchanged: tasks, timers, protocols and transports. Each callback belongs to the process in whose
+context it was scheduled; those of a process that has ended are dropped, as nothing runs after a kill -9.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import math
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from tests.world.clock import NS, Clock
+from tests.world.network import Network, Process
+
+current: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+class _Selector:
+    """Nothing to select: waiting means that time passes."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def select(self, timeout: float | None) -> list[Any]:
+        if timeout is None:
+            raise AssertionError("the world is stuck: nothing is scheduled")
+        self._clock.advance_to(self._clock.now_ns + max(0, math.ceil(timeout * NS)))
+        return []
+
+
+class WorldLoop(asyncio.BaseEventLoop):
+    """The event loop of all processes of a world."""
+
+    def __init__(self, clock: Clock, network: Network) -> None:
+        super().__init__()
+        self._clock = clock
+        self._network = network
+        self._selector = _Selector(clock)
+        self.failures: list[str] = []
+        self.over = False
+        """Whether the world has ended: what is scheduled then never runs."""
+
+        self.tasks: list[asyncio.Task[Any]] = []
+        """All tasks, so that those of an ended process are not collected, which would run their `finally` blocks."""
+        self.set_exception_handler(self._failed)
+        self.set_task_factory(self._new_task)
+
+    def time(self) -> float:
+        return self._clock.now_ns / NS
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if self.over:
+            return
+        error = context.get("exception")
+        self.failures.append(f"{context['message']}: {error!r}" if error else context["message"])
+
+    def _new_task(self, loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **named)
+        self.tasks.append(task)
+        if len(self.tasks) > 4096:
+            self.tasks = [task for task in self.tasks if not task.done()]
+        return task
+
+    def end(self) -> None:
+        """End the world: close what waits, without running anything more."""
+        self.over = True
+        for task in self.tasks:
+            if not task.done():
+                with contextlib.suppress(BaseException):
+                    task.get_coro().close()  # type: ignore[union-attr]
+        self.tasks.clear()
+
+    def _guarded(self, callback: Callable[..., Any], context: contextvars.Context | None) -> Callable[..., Any]:
+        process = current.get() if context is None else context.get(current)
+        if process is None:
+            return callback
+
+        def run(*args: Any) -> None:
+            if process.alive:
+                process.run(callback, *args)
+
+        return run
+
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
+        if self.over:
+            return asyncio.Handle(callback, args, self, context)
+        return super().call_soon(self._guarded(callback, context), *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        if self.over:
+            return asyncio.TimerHandle(when, callback, args, self, context)
+        return super().call_at(when, self._guarded(callback, context), *args, context=context)
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+        """Run the work at once: threads of a pool would depend on real time."""
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> list[Any]:
+        return [(socket.AF_UNSPEC, socket.SOCK_STREAM, 0, "", (host, port))]
+
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+        process = current.get()
+        assert process is not None
+        process.signals[sig] = lambda: self.call_soon(callback, *args)
+
+    async def create_server(self, protocol_factory: Any, *unused: Any, sock: Any = None, **options: Any) -> Any:
+        process = current.get()
+        assert process is not None
+        return self._network.listen(process, sock.getsockname()[1], protocol_factory)
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+        process = current.get()
+        assert process is not None
+        return await self._network.connect(process, (host, port), protocol_factory)

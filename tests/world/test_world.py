@@ -1,0 +1,76 @@
+"""Worlds of fixed seeds hold what docs/promises.md says, the same each time, and notice what breaks it."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.world import client, network
+from tests.world.shrink import shrink
+from tests.world.world import Fault, Story, make_story, run
+from tokenyard.router.stream_continuation import Continuation
+
+
+def short_story(*faults, requests=40):
+    """Two engines behind a router, and some six seconds of requests."""
+    asks = [
+        client.Ask(
+            *(i, 0.15 * i, [5 + i % 7] * (8 + i), (1, 20, 60)[i % 3]),
+            stream=i % 4 > 0,
+            leaves_after=9 if i == 5 else None,
+        )
+        for i in range(requests)
+    ]
+    settings = {"page_size": 4, "max_total_tokens": 2048, "mock_step_ms": 20.0}
+    return Story(3, 2, 1, 1, asks, list(faults), settings)
+
+
+KILLED = Fault(2.0, "kill", "engine0", 1.0)
+
+
+def test_without_faults_every_answer_is_whole():
+    outcome = run(short_story())
+    assert outcome.violations == []
+    assert outcome.lost == 0
+    assert {seen.end for seen in outcome.seen} == {"done", "left"}
+
+
+def test_a_killed_engine_costs_no_answer_and_the_same_story_ends_the_same():
+    story = short_story(KILLED, Fault(4.0, "kill scheduler", "engine1"))
+    outcome = run(story)
+    assert outcome.violations == []
+    assert outcome.lost == 0
+    assert run(story).digest == outcome.digest
+
+
+@pytest.mark.slow
+def test_tokens_repeated_in_a_continuation_are_noticed_and_the_story_is_cut_down(monkeypatch):
+    resume = Continuation.resume_stream
+
+    def forgetful(self):
+        resume(self)
+        self.outputs[0] = self.outputs[0][:-1]
+
+    monkeypatch.setattr(Continuation, "resume_stream", forgetful)
+    story = short_story(Fault(0.5, "slow", "engine1", 0.2), KILLED)
+    found = run(story).violations
+    assert any("not a prefix" in text for text in found)
+    shorter = shrink(story, [text for text in found if "not a prefix" in text])
+    assert shorter.faults == [KILLED]
+    assert len(shorter.asks) <= 2
+
+
+@pytest.mark.slow
+def test_a_machine_without_power_is_noticed_by_probes_of_silent_connections(monkeypatch):
+    asks = [client.Ask(0, 0.0, [5] * 20, 200, stream=False), client.Ask(1, 0.0, [6] * 20, 200, stream=False)]
+    story = replace(short_story(Fault(1.0, "power", "engine0", 1.0)), asks=asks)
+    assert run(story).violations == []
+    monkeypatch.setattr(network.ConnectionSocket, "setsockopt", lambda *arguments: None)
+    assert any("has not ended" in text for text in run(story).violations)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_worlds_of_fixed_seeds(seed):
+    story = make_story(seed)
+    outcome = run(story)
+    assert outcome.violations == [], str(story)

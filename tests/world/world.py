@@ -1,0 +1,347 @@
+"""A world: routers, engines and clients, and the faults of one seed."""
+
+import asyncio
+import contextvars
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.world import client
+from tests.world.clock import NS, Clock, installed
+from tests.world.engine import Engine
+from tests.world.lockstep import LockstepThread
+from tests.world.loop import WorldLoop, current
+from tests.world.network import FakeSocket, Network, Process
+from tokenyard.router import process as router_process
+from tokenyard.router.proxy import Router
+from tokenyard.router.router_settings import RouterSettings
+
+ROUTER_PORT = 8000
+SETTLE_S = 240.0
+"""Virtual seconds after the last fault in which everything must end."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens at a time, for some seconds, to a host."""
+
+    at_s: float
+    kind: str
+    target: str
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.2f} s: {self.kind} {self.target} for {self.seconds:.2f} s"
+
+
+@dataclass
+class Story:
+    """All that makes a world besides the seed of its small choices: it can be cut down to what matters."""
+
+    seed: int
+    engines: int
+    routers: int
+    ranks: int
+    asks: list[client.Ask]
+    faults: list[Fault]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shape = (
+            f"seed {self.seed}: {self.engines} engines of {self.ranks} ranks, {self.routers} routers, {self.settings}"
+        )
+        return "\n".join([shape, f"{len(self.asks)} requests:", *map(str, self.asks[:4]), *map(str, self.faults)])
+
+
+@dataclass
+class Outcome:
+    """What clients saw, and what is wrong with it."""
+
+    seen: list[client.Seen]
+    violations: list[str]
+    seconds: float
+    lost: int
+    digest: int
+
+
+class _Alarms(logging.Handler):
+    """Keeps what the product logs as an error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+        self.lines.append(text)
+
+
+class RouterHost:
+    """One router process."""
+
+    def __init__(self, world: "World", name: str, settings: RouterSettings) -> None:
+        self.world, self.name, self.settings = world, name, settings
+        self.process: Process | None = None
+        self.router: Router | None = None
+
+    def start(self) -> None:
+        """Start it."""
+        self.process = Process(self.name)
+        self.world.spawn(self.process, self._run)
+
+    async def _run(self) -> None:
+        host = self
+
+        class Watched(Router):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                host.router = self
+
+        router_process.Router = Watched  # type: ignore[misc]
+        try:
+            running = router_process.run(self.settings, FakeSocket(self.name, ROUTER_PORT), announce=False)  # type: ignore[arg-type]
+            await running
+        finally:
+            router_process.Router = Router  # type: ignore[misc]
+        self.world.exited(self)
+
+    def kill(self, *, host: bool = False) -> None:
+        """kill -9."""
+        assert self.process is not None
+        self.world.network.kill(self.process, host=host)
+
+    def left_over(self) -> list[str]:
+        """What it still holds."""
+        router = self.router
+        if router is None:
+            return []
+        found = [f"{self.name} has {len(router.exchanges)} open exchanges"] if router.exchanges else []
+        held = sum(target.state.requests for worker in router.workers for target in worker.targets)
+        return found + ([f"{self.name} counts {held} requests at workers"] if held else [])
+
+
+class World:
+    """Runs one story."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.clock = Clock()
+        self.network = Network(self.clock, random.Random(story.seed))
+        self.loop = WorldLoop(self.clock, self.network)
+        self.network.loop = self.loop
+        self.clock.sleep = self._sleep
+        self.threads: list[LockstepThread] = []
+        self.contexts: dict[Process, contextvars.Context] = {}
+        self.seen: list[client.Seen] = []
+        self.excused: dict[str, list[tuple[float, float]]] = {}
+        self.engines = [Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings) for i in range(story.engines)]
+        urls = tuple(engine.url for engine in self.engines)
+        self.routers = [
+            RouterHost(self, f"router{i}", RouterSettings(worker_urls=urls, seed=story.seed, log_level="warning"))
+            for i in range(story.routers)
+        ]
+
+    def _sleep(self, seconds: float) -> None:
+        for thread in self.threads:
+            if thread.is_current():
+                thread.wait_until(self.clock.now_ns + round(seconds * NS), wakes_early=False)
+                return
+        raise AssertionError(f"time.sleep({seconds}) on the event loop")
+
+    def spawn(self, process: Process, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run the main coroutine of a process."""
+        context = self.contexts[process] = contextvars.Context()
+        context.run(current.set, process)
+        context.run(lambda: self.loop.create_task(main(), context=context))
+
+    def call_in(self, process: Process, callback: Callable[..., Any], *args: Any) -> None:
+        """Call something within a process, if it lives."""
+        self.loop.call_soon(callback, *args, context=self.contexts[process])
+
+    def exited(self, host: Any) -> None:
+        """A process has ended by itself: the rest of it goes, and it is started again (as by Kubernetes)."""
+        host.kill()
+        self.loop.call_later(1.0, host.start, context=contextvars.Context())
+
+    # Faults.
+
+    def apply(self, fault: Fault) -> None:
+        """Make a fault happen, and end after its time."""
+        host = next(host for host in [*self.engines, *self.routers] if host.name == fault.target)
+        if host.process is None or not host.process.alive:
+            return
+        until = fault.at_s + fault.seconds
+        self.excused.setdefault(fault.target, []).append((fault.at_s, until))
+        later = lambda function, *args: self.loop.call_later(fault.seconds, function, *args)  # noqa: E731
+        match fault.kind:
+            case "kill" | "power":
+                host.kill(host=fault.kind == "power")
+                later(host.start)
+            case "kill scheduler":
+                live = list(host.schedulers.values())
+                if live and host.manager is not None:
+                    host.kill_scheduler(live[0])
+            case "stop":
+                host.stop()
+                later(host.resume)
+            case "partition":
+                for router in self.routers:
+                    self.network.block(router.name, fault.target)
+                later(self.network.heal)
+            case "half-open":
+                for router in self.routers:
+                    self.network.block(fault.target, router.name, both=False)
+                later(self.network.heal)
+            case "slow":
+                self.network.slow[fault.target] = 0.3
+                later(self.network.slow.pop, fault.target, None)
+            case "drain":
+                host.drain() if isinstance(host, Engine) else host.process.signals[15]()
+            case _:
+                raise AssertionError(fault.kind)
+
+    # The run.
+
+    def run(self) -> Outcome:
+        """Run to the end, and judge."""
+        alarms, root = _Alarms(), logging.getLogger("tokenyard")
+        levels = root.level, root.propagate, logging.getLogger("asyncio").level
+        root.addHandler(alarms)
+        root.propagate = False
+        # What uvicorn says of handlers that are closed at the end of the world.
+        logging.getLogger("uvicorn.error").disabled = True
+        asyncio.set_event_loop(self.loop)
+        try:
+            with installed(self.clock):
+                found = self.loop.run_until_complete(self._main())
+                begun = self.clock.now_ns
+                self._end()
+        finally:
+            root.removeHandler(alarms)
+            root.propagate = levels[1]
+            asyncio.set_event_loop(None)
+        found += [f"logged: {line}" for line in alarms.lines if not _harmless(line)]
+        found += [f"loop: {line}" for line in self.loop.failures]
+        found += [f"scheduler: {thread.error!r}" for thread in self.threads if thread.error is not None]
+        for seen in self.seen:
+            found += client.violations(seen)
+        lost = sum(seen.end not in ("done", "left") for seen in self.seen)
+        trace = tuple((seen.ask.number, seen.end, round(seen.ended_s, 9), len(seen.tokens)) for seen in self.seen)
+        return Outcome(self.seen, found, begun / NS, lost, hash((trace, self.network.segments)))
+
+    def _end(self) -> None:
+        for host in [*self.engines, *self.routers]:
+            if host.process is not None and host.process.alive:
+                host.kill()
+        self.loop.end()
+
+    async def _main(self) -> list[str]:
+        for host in [*self.engines, *self.routers]:
+            host.start()
+        await self._ready()
+        begin = self.loop.time()
+        for fault in self.story.faults:
+            self.loop.call_at(begin + fault.at_s, self.apply, fault)
+        clients = [self.loop.create_task(self._client(ask, begin)) for ask in self.story.asks]
+        last = max([fault.at_s + fault.seconds for fault in self.story.faults] + [ask.at_s for ask in self.story.asks])
+        ended, pending = await asyncio.wait(clients, timeout=last + SETTLE_S)
+        for task in ended:
+            task.result()
+        found = [f"request {seen.ask.number} has not ended" for seen in self.seen if not seen.end]
+        for task in pending:
+            task.cancel()
+        await asyncio.sleep(15.0)
+        for host in [*self.engines, *self.routers]:
+            if host.process is not None and host.process.alive:
+                found += host.left_over()
+        return found + self._unexcused(begin)
+
+    async def _ready(self) -> None:
+        async with asyncio.timeout(60):
+            while not all(
+                host.router is not None and all(worker.healthy for worker in host.router.workers)
+                for host in self.routers
+            ):
+                await asyncio.sleep(0.1)
+
+    async def _client(self, ask: client.Ask, begin: float) -> None:
+        await asyncio.sleep(begin + ask.at_s - self.loop.time())
+        seen = client.Seen(ask)
+        self.seen.append(seen)
+        process = Process(f"client{ask.number}")
+        context = contextvars.copy_context()
+        context.run(current.set, process)
+        address = f"router{ask.router}", ROUTER_PORT
+        await self.loop.create_task(client.run(ask, seen, address), context=context)
+        seen.ended_s = self.loop.time() - begin
+
+    def _unexcused(self, begin: float) -> list[str]:
+        """Answers that were lost although nothing happened that may lose one: only a fault of their own router may."""
+        found = []
+        for seen in self.seen:
+            if seen.end in ("done", "left", ""):
+                continue
+            router = f"router{seen.ask.router}"
+            hit = any(at <= seen.ended_s and seen.ask.at_s <= until + 10 for at, until in self.excused.get(router, []))
+            if not hit:
+                found.append(f"request {seen.ask.number} was lost: {seen.end} after {len(seen.tokens)} tokens")
+        return found
+
+
+def _harmless(line: str) -> bool:
+    """Errors that say what a fault did, not that something is wrong."""
+    return any(part in line for part in ("scheduler ended", "was killed"))
+
+
+def make_story(seed: int) -> Story:
+    """Draw a world: 30 to 60 seconds, some five requests a second, at least five faults, one engine left alone."""
+    rng = random.Random(seed)
+    engines, routers, seconds = rng.randint(2, 4), rng.randint(1, 3), rng.uniform(30, 60)
+    shared = [[rng.randrange(3, 200) for _ in range(rng.randint(8, 120))] for _ in range(6)]
+    asks, at = [], 0.0
+    for number in range(int(seconds * 5)):
+        at += rng.expovariate(5)
+        prompt = rng.choice(shared)[: rng.randint(4, 120)] + [rng.randrange(3, 200) for _ in range(rng.randint(1, 60))]
+        tokens = rng.choice((1, 4, 20, 60, 200))
+        asks.append(
+            client.Ask(
+                number,
+                at,
+                prompt,
+                tokens,
+                stream=rng.random() < 0.85,
+                leaves_after=rng.randrange(tokens) if rng.random() < 0.1 else None,
+                slow_s=rng.choice((0.0, 0.0, 0.0, 0.05)),
+                router=rng.randrange(routers),
+            )
+        )
+    spared = rng.randrange(engines)
+    harmed = [f"engine{i}" for i in range(engines) if i != spared]
+    kinds = ("kill", "power", "kill scheduler", "stop", "partition", "half-open", "slow", "drain")
+    faults = [
+        Fault(rng.uniform(1, seconds), rng.choice(kinds), rng.choice(harmed), rng.uniform(0.2, 12))
+        for _ in range(rng.randint(5, 9))
+    ]
+    if routers > 1 and rng.random() < 0.5:
+        faults.append(Fault(rng.uniform(1, seconds), "kill", "router1", rng.uniform(0.2, 5)))
+    settings = {
+        "page_size": rng.choice((1, 4, 16)),
+        "max_total_tokens": rng.choice((1024, 2048, 8192)),
+        "mock_step_ms": rng.choice((5.0, 20.0)),
+        "chunked_prefill_size": rng.choice((32, 128, 2048)),
+        "enable_mixed_chunk": rng.random() < 0.5,
+        "schedule_policy": rng.choice(("fcfs", "lpm", "hrrn", "mlfq")),
+        "disable_overlap_schedule": rng.random() < 0.3,
+    }
+    return Story(
+        seed, engines, routers, rng.choice((1, 1, 2)), asks, sorted(faults, key=lambda fault: fault.at_s), settings
+    )
+
+
+def run(story: Story) -> Outcome:
+    """Run a story in a world of its own."""
+    return World(story).run()
