@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tests.router.fakes import FakeWorker, answer, parse_answer, routing
 from tokenyard.base import ConfigError
+from tokenyard.base.sessions import derived_session
 from tokenyard.router import discovery
 from tokenyard.router.discovery import Discovery, DiscoverySource, read_file, ready_pods, resolve, sources
 from tokenyard.router.proxy import Router
@@ -575,6 +576,39 @@ def test_an_emptied_file_removes_no_worker_and_a_comment_removes_all(tmp_path):
             task.cancel()
 
     run(main())
+
+
+CONVERSATION = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SESSIONS = {
+    "session_id": ({"session_id": "s", "prompt_cache_key": "k"}, []),
+    "codex": ({"prompt_cache_key": "k"}, ["session-id: s"]),
+    "opencode": ({}, ["x-session-affinity: s"]),
+    "cache_key": ({"prompt_cache_key": "s"}, []),
+    "claude": ({"metadata": {"user_id": "user_1__session_s"}}, []),
+    "conversation": ({"messages": CONVERSATION}, []),
+}
+
+
+@pytest.mark.parametrize("how", SESSIONS)
+def test_sessions_are_found_as_engines_find_them(how, monkeypatch):
+    fields, headers = SESSIONS[how]
+    seen = []
+    monkeypatch.setattr(Dispatcher, "arrived", lambda machine, request, now: seen.append(request.facts.session) or [])
+
+    async def main(**settings):
+        async with routing(ready=False, **settings) as (_, client):
+            for tenant in ({}, {"tenant": "acme"}, {"tenant": "t" * 1000}):
+                body = {"messages": [], **fields, **tenant}
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(client.ask("POST", "/v1/chat/completions", body, headers), 0.2)
+
+    run(main())
+    assert seen[0] == ("s" if how != "conversation" else derived_session(CONVERSATION))
+    assert seen[1] == f"acme/{seen[0]}"
+    assert len(seen[2]) == 64
+    seen.clear()
+    run(main(session_header=""))
+    assert seen == [""] * 3
 
 
 def test_long_session_ids_are_kept_as_digests():

@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 
 from tests.routing.choices import Choice, Taped
@@ -201,6 +203,65 @@ def test_sessions_stick_to_their_target_until_it_goes():
     rest = [state for state in states if state is not states[home]]
     assert policy.rank(request, rest).reason != STICKY
     assert {first(policy, RequestFeatures(10, session=f"other {i}"), states) for i in range(6)} == {0, 1, 2}
+
+
+def fresh_targets(count):
+    """Idle targets that compute 8,000 tokens a second."""
+    speed = TtftModel()
+    return [TargetLoad(f"w{i}", speed) for i in range(count)]
+
+
+def shared_prompt(session, states, held=0):
+    """A turn of 10,000 tokens, of which each target holds so many."""
+    return RequestFeatures(10_000, [held] * len(states), key=7, session=session)
+
+
+def test_a_session_stays_while_waiting_costs_less_than_computing_again():
+    policy = make_policy("predicted_ttft", sticky=True)
+    states = fresh_targets(2)
+    policy.sent(RequestFeatures(10_000, session="me"), states[0])
+    turn = RequestFeatures(10_000, [9_900, 0], session="me")
+    states[0].prefill_tokens = 9_000
+    assert policy.rank(turn, states).reason == STICKY
+    states[0].prefill_tokens = 15_000
+    ranking = policy.rank(turn, states)
+    assert (ranking.order[0], ranking.reason) == (1, SPILLED_FOR_LOAD)
+
+
+def test_a_policy_without_prefixes_knows_what_home_holds():
+    policy = make_policy("round_robin", sticky=True)
+    states = fresh_targets(2)
+    policy.sent(RequestFeatures(10_000, session="me"), states[0])
+    states[0].prefill_tokens = 9_000
+    assert first(policy, RequestFeatures(10_000, session="me"), states) == 0
+    states[0].prefill_tokens = 15_000
+    assert first(policy, RequestFeatures(10_000, session="me"), states) == 1
+    policy.sent(RequestFeatures(10_000, session="me"), states[1])
+    states[0].prefill_tokens = 0
+    assert first(policy, RequestFeatures(10_000, session="me"), states) == 1
+
+
+@pytest.mark.parametrize("name", ["predicted_ttft", "lmetric", "cache_aware", "prefix_hash", "round_robin"])
+def test_the_sessions_of_a_dead_engine_spread(name):
+    policy = make_policy(name, sticky=True)
+    states = targets(0, 0, 0, 0)
+    for i in range(40):
+        policy.sent(shared_prompt(f"s{i}", states), states[i % 4])
+    left = states[1:]
+    for i in range(0, 40, 4):
+        turn = shared_prompt(f"s{i}", left, held=2_000)
+        policy.sent(turn, left[first(policy, turn, left)])
+    homes = Counter(first(policy, shared_prompt(f"s{i}", left, held=9_000), left) for i in range(40))
+    assert max(homes.values()) - min(homes.values()) <= 1
+
+
+def test_lmetric_multiplies_tokens_to_compute_and_batch():
+    policy = make_policy("lmetric")
+    states = targets(1, 3)
+    states[0].prefill_tokens = 400
+    assert first(policy, RequestFeatures(1_000, [0, 500]), states) == 1
+    assert policy.rank(RequestFeatures(1_000, [0, 500]), states).scores == [2_800, 2_000]
+    assert first(policy, RequestFeatures(1_000, [400, 400]), states) == 0
 
 
 def test_an_unknown_policy_names_near_ones():

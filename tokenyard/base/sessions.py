@@ -108,6 +108,11 @@ def short_session(name: str) -> str:
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=MAX_SESSION_CHARS // 2).hexdigest()
 
 
+def tenant_session(tenant: str, session: str) -> str:
+    """One name for the session of a tenant, "" for no session."""
+    return f"{tenant}/{session}" if tenant and session else session
+
+
 def conversation_of(fields: Mapping[str, Any]) -> list[Any]:
     """The messages of a body of the chat, Messages or Responses API, [] for another."""
     for name in ("messages", "input"):

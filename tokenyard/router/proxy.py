@@ -3,13 +3,13 @@
 import logging
 import re
 import uuid
-from hashlib import blake2b
 from itertools import count
 
 from typing_extensions import override
 
 from tokenyard.base import TokenyardError
 from tokenyard.base.admin_paths import is_admin_path
+from tokenyard.base.sessions import conversation_of, derived_session, named_session, short_session, tenant_session
 from tokenyard.router.admin_routes import Control, check_access
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.disagg_exchange import DISAGG_PATHS, DisaggExchange
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 _DOT_SEGMENT = re.compile(r"/\.{1,2}(/|$)")
 
 DATA_PREFIXES = ("/v1/", "/api/")
-DATA_PATHS = frozenset({"/generate", "/tokenize", "/detokenize", "/rerank", "/classify", "/encode", "/completion"})
+DATA_PATHS = frozenset(
+    {"/generate", "/tokenize", "/detokenize", "/rerank", "/classify", "/encode", "/completion", "/close_session"}
+)
 MAX_HOPS = 8
 MAX_REQUEST_ID_CHARS = 128
-MAX_SESSION_BYTES = 64
-"""Longer session ids are kept as their digest, because the router keeps many."""
 
 
 class Router(DispatchDriver):
@@ -119,8 +119,17 @@ class Router(DispatchDriver):
         if parsed.rank is None and (rank := request.get(RANK_HEADER)):
             parsed.rank = parsed.prefill_rank = _rank(rank)
         if self._session_header:
-            parsed.session = _session(request.get(self._session_header))
+            parsed.session = self._session(request, parsed)
         return parsed
+
+    def _session(self, request: ClientRequest, parsed: ParsedRequest) -> str:
+        """The session of a request, "" for none: of the header that the settings name, else as engines find it."""
+        name = request.get(self._session_header).decode("latin-1")
+        if not name:
+            # Which session a stored response belongs to is known to its engine alone.
+            name = named_session(parsed.fields, lambda one: request.get(one.encode()).decode("latin-1"), lambda _: "")
+        name = name or derived_session(conversation_of(parsed.fields))
+        return short_session(tenant_session(parsed.tenant, name))
 
     def _check_loop(self, request: ClientRequest) -> None:
         """Raise RouterError (508) for a request that passed this router before, or more than `MAX_HOPS` routers."""
@@ -135,13 +144,6 @@ class Router(DispatchDriver):
         if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.decode().isprintable():
             return given
         return b"%b-%012x" % (self._id_head, next(self._numbers))
-
-
-def _session(header: bytes) -> str:
-    """The session that a header names, in at most `MAX_SESSION_BYTES` characters."""
-    if len(header) > MAX_SESSION_BYTES:
-        return blake2b(header, digest_size=MAX_SESSION_BYTES // 2).hexdigest()
-    return header.decode("latin-1")
 
 
 def _rank(text: bytes) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tokenyard.base import Request, SchedulerSettings
 from tokenyard.base.blocks import BLOCK_TOKENS, root_digest
+from tokenyard.base.sessions import tenant_session
 from tokenyard.policy.tenant_limits import ranks_of_tenant
 from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
 from tokenyard.routing.policies import RequestFeatures, make_policy, prompt_key
@@ -98,7 +99,7 @@ class RankBalancer:
         self.ranks = ranks
         self.left = list(range(ranks))
         self.settings = settings or SchedulerSettings()
-        self.policy = make_policy(method)
+        self.policy = make_policy(method, sticky=ranks > 1)
         self.index = PrefixIndex(INDEX_BYTES)
         speed = TtftModel()
         self.loads = [TargetLoad(f"rank {rank}", speed) for rank in range(ranks)]
@@ -116,7 +117,9 @@ class RankBalancer:
         if self.policy.needs_prefix:
             prompt = token_prompt(request.prompt_ids, root_digest(request.namespace))
         matched = [BLOCK_TOKENS * self.index.match(load.name, prompt.digests) for load in loads]
-        features = RequestFeatures(tokens, matched, prompt_key(prompt.digests), request.routing_key or "")
+        features = RequestFeatures(
+            tokens, matched, prompt_key(prompt.digests), tenant_session(request.tenant, request.session)
+        )
         level = self._level(request)
         seen = loads if level is None else [self._as_seen(rank, level) for rank in candidates]
         first = self.policy.rank(features, seen).order[0]

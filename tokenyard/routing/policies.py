@@ -12,7 +12,7 @@ import difflib
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
@@ -392,6 +392,10 @@ class PredictedTtft(RoutePolicy):
             order[:near] = [i for _, _, i in sorted(loads)]
         return Ranking(order, scores, self._reason(order[0], matched, beyond))
 
+    def seconds(self, tokens: int, matched: Sequence[int], targets: Sequence[TargetLoad]) -> list[float]:
+        """Predicted seconds to the first token of a prompt at each target, which holds `matched` tokens of it."""
+        return self._scores(tokens, matched, targets, self._slowness(targets))
+
     def _scores(
         self, tokens: int, matched: Sequence[int], targets: Sequence[TargetLoad], slowness: list[float]
     ) -> list[float]:
@@ -437,43 +441,107 @@ class PredictedTtft(RoutePolicy):
         return SPILLED_BY_BOUND if matched.index(most) in beyond else SPILLED_FOR_LOAD
 
 
-class SessionAffinity(RoutePolicy):
-    """Ranks the target of a session first. Requests without a session follow the inner policy.
+class LMetric(PredictedTtft):
+    """The target with the lowest product of prompt tokens to compute and batch size.
 
-    At most `MAX_SESSIONS` sessions are kept; the least recently used are dropped first.
+    The tokens are those of this prompt that the target does not hold and those of the requests there that still wait
+    for their first token; the batch is the target's open requests with this one. After LMetric (arXiv 2603.15202).
     """
+
+    name = "lmetric"
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        """Scores are tokens times requests."""
+        matched = request.matched or [0] * len(targets)
+        scores = []
+        for target, hit in zip(targets, matched, strict=True):
+            uncached = max(request.tokens - hit * target.credit, 1.0)
+            scores.append((target.prefill_tokens + uncached) * (target.requests + 1))
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].served))
+        return Ranking(order, scores, self._reason(order[0], matched, set()))
+
+
+@dataclass(slots=True)
+class SessionHome:
+    """Where a session's KV is: the target of its latest request, whose prompt had so many tokens."""
+
+    target: str
+    tokens: int
+
+
+class SessionAffinity(RoutePolicy):
+    """Ranks the home of a session first, the target of its latest turn. Requests without a session follow the inner
+    policy.
+
+    A session moves when waiting at home costs more than computing its prompt again elsewhere, in seconds as
+    `PredictedTtft` predicts them. A session without a home, or whose home is gone, goes to the home of the fewest
+    sessions among the targets that answer about as soon as the best one, so that the sessions of an engine that has
+    ended spread over the others. At most `MAX_SESSIONS` sessions are kept; the least recently used are dropped first.
+    """
+
+    worth_moving, worth_moving_s = 1.2, 0.01
+    """A target answers sooner than another if that one takes longer by this factor and so many seconds."""
 
     def __init__(self, options: PolicyOptions, inner: RoutePolicy) -> None:
         super().__init__(options)
         self.name, self.needs_prefix = inner.name, inner.needs_prefix
         self._inner = inner
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._predicted = PredictedTtft(options)
+        self._sessions: OrderedDict[str, SessionHome] = OrderedDict()
+        self._homes: Counter[str] = Counter()
 
     @override
     def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
         ranking = self._inner.rank(request, targets)
-        home = self._sessions.get(request.session) if request.session else None
-        if home is None:
+        if not request.session:
             return ranking
-        here = next((i for i, target in enumerate(targets) if target.name == home), None)
-        if here is None:
+        home = self._sessions.get(request.session)
+        here = None if home is None else next((i for i, one in enumerate(targets) if one.name == home.target), None)
+        matched = list(request.matched or [0] * len(targets))
+        if home is not None and here is not None and not request.matched:
+            matched[here] = min(home.tokens, request.tokens)
+        seconds = self._predicted.seconds(request.tokens, matched, targets)
+        soon = self.worth_moving * min(seconds) + self.worth_moving_s
+        if here is not None and seconds[here] <= soon:
+            return self._first(here, ranking, STICKY)
+        if here is None and home is None:
             return ranking
-        return Ranking([here, *(i for i in ranking.order if i != here)], ranking.scores, STICKY)
+        near = [i for i in ranking.order if seconds[i] <= soon]
+        first = min(near, key=lambda i: self._homes[targets[i].name])
+        return self._first(first, ranking, ranking.reason if here is None else SPILLED_FOR_LOAD)
+
+    @staticmethod
+    def _first(first: int, ranking: Ranking, reason: str) -> Ranking:
+        return Ranking([first, *(i for i in ranking.order if i != first)], ranking.scores, reason)
 
     @override
     def sent(self, request: RequestFeatures, target: TargetLoad) -> None:
         self._inner.sent(request, target)
-        if request.session:
-            self._sessions[request.session] = target.name
-            self._sessions.move_to_end(request.session)
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+        if not request.session:
+            return
+        home = self._sessions.pop(request.session, None)
+        stays = home is not None and home.target == target.name
+        tokens = max(home.tokens, request.tokens) if home is not None and stays else request.tokens
+        self._sessions[request.session] = SessionHome(target.name, tokens)
+        self._homes[target.name] += 1
+        if home is not None:
+            self._leave(home)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._leave(self._sessions.popitem(last=False)[1])
+
+    def _leave(self, home: SessionHome) -> None:
+        """Count one session less at a target."""
+        self._homes[home.target] -= 1
+        if not self._homes[home.target]:
+            del self._homes[home.target]
 
 
 POLICIES: dict[str, Callable[[PolicyOptions], RoutePolicy]] = {
     kind.name: kind
     for kind in (
         PredictedTtft,
+        LMetric,
         CacheAware,
         RoundRobin,
         Random,

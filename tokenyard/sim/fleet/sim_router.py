@@ -9,6 +9,7 @@ import numpy as np
 
 from tokenyard.base import NS_PER_S, Finish, Request, SchedulerSettings
 from tokenyard.base.blocks import BLOCK_TOKENS
+from tokenyard.base.sessions import tenant_session
 from tokenyard.routing.balance import Assignment
 from tokenyard.routing.dispatch import Action, Dispatcher, PendingRequest, Refuse, RequestFacts, Send
 from tokenyard.routing.dispatch_settings import DispatchSettings
@@ -102,7 +103,7 @@ class SimRouter:
             tenant_weights=fleet.tenant_weights,
             health_success_threshold=1,
         )
-        made = [make_policy(name, PolicyOptions(seed=seed)) for name in policies]
+        made = [make_policy(name, PolicyOptions(seed=seed), sticky=place < 1) for place, name in enumerate(policies)]
         self.disagg = len(made) > 1
         self.needs_prefix = any(policy.needs_prefix for policy in made)
         registry: Workers[SimWorker] = Workers(settings, PrefixIndex(INDEX_BYTES))
@@ -205,6 +206,7 @@ class SimRouting:
             stream=True,
             priority=request.priority or 0,
             tenant=request.tenant,
+            session=tenant_session(request.tenant, request.session),
             deadline_ns=request.deadline_ns,
             key=prefix_key(ids[: KEY_BYTES // 4].tobytes()),
         )
