@@ -19,7 +19,8 @@ from tokenyard.server.metrics import table
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-OF_KUBERNETES = [path for path in MANIFESTS if path.name not in ("podmonitor.yaml", "inferencepool.yaml")]
+CUSTOM = ("podmonitor.yaml", "prometheusrule.yaml", "inferencepool.yaml", "autoscaler.yaml")
+OF_KUBERNETES = [path for path in MANIFESTS if path.name not in CUSTOM]
 METRIC = re.compile(r"\btokenyard_\w+")
 
 
@@ -60,10 +61,38 @@ def test_probes_ask_paths_that_need_no_key_and_ports_that_are_there():
                         seen += 1
                         assert container[kind]["httpGet"]["path"] in OPEN_PATHS
                         assert container[kind]["httpGet"]["port"] in ports
-                grace_s = pod["terminationGracePeriodSeconds"]
-                drain_s = sum(int(word.split("=")[1]) for word in container["args"] if word.startswith("--shutdown"))
-                assert grace_s > drain_s + 10
+                pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+                drains_s = [int(word.split("=")[1]) for word in container["args"] if word.startswith("--shutdown")]
+                assert pod["terminationGracePeriodSeconds"] > pause_s + drains_s[0]
     assert seen >= 5
+
+
+def of_kind(kind):
+    return [one for path in MANIFESTS for one in documents(path) if one["kind"] == kind]
+
+
+def test_routers_and_engines_have_replicas_budgets_and_keys_from_secrets():
+    budgets = {budget["metadata"]["name"] for budget in of_kind("PodDisruptionBudget")}
+    for deployment in of_kind("Deployment"):
+        assert deployment["spec"]["replicas"] >= 2
+        assert deployment["metadata"]["name"] in budgets
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        assert [one for one in container["envFrom"] if "secretRef" in one]
+
+
+def test_the_jobs_of_scraped_pods_are_those_that_the_rules_name():
+    (monitor,) = of_kind("PodMonitor")
+    label = monitor["spec"]["jobLabel"]
+    jobs = {one["spec"]["template"]["metadata"]["labels"][label] for one in of_kind("Deployment")}
+    static = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert jobs == {job["job_name"] for job in static} == {"tokenyard", "tokenyard-router"}
+    rules = (DEPLOY / "prometheus/rules.yml").read_text()
+    assert set(re.findall(r'up\{job="([^"]+)"\}', rules)) == jobs
+
+
+def test_the_operators_rules_are_those_of_prometheus():
+    (rule,) = of_kind("PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
 
 
 def queries():
@@ -72,6 +101,8 @@ def queries():
     yield from (one["expr"] for panel in board["panels"] for one in panel.get("targets", []))
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
     yield from (rule["expr"] for group in rules["groups"] for rule in group["rules"])
+    (scaled,) = documents(DEPLOY / "kubernetes/autoscaler.yaml")
+    yield from (trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"])
 
 
 def test_the_metrics_that_board_and_rules_name_exist():

@@ -77,7 +77,7 @@ def test_a_stream_comes_through_event_by_event():
             begun = await reader.readuntil(b'{"first":1}\n\n\r\n')
             assert b"transfer-encoding: chunked" in begun
             assert len(router.exchanges) == 1
-            assert sum(router.metrics.ttft_counts) == 1
+            assert sum(router.metrics.ttft.counts) == 1
             go.set()
             assert await reader.readuntil(LAST) == DONE + LAST
             writer.write(client.head("GET", "/health"))

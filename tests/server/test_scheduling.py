@@ -52,3 +52,19 @@ def test_only_the_admin_key_opens_it(start):
         headers = {"Authorization": f"Bearer {key}"}
         assert server.client.post("/v1/scheduler", json={"policy": "vtc"}, headers=headers).status_code == status
         assert server.client.get("/v1/scheduler", headers=headers).status_code == status
+
+
+def test_the_age_that_the_fleets_router_states_is_believed_and_a_tenants_is_not(start):
+    server = start(tenant_keys={"acme": "ka"}, api_key="fleet")
+    for key, age, tenant in (
+        ("fleet", "1500.25", "ann"),
+        ("fleet", "much", ""),
+        ("fleet", "-5", ""),
+        ("fleet", "inf", ""),
+        ("ka", "1500", "boss"),
+    ):
+        headers = {"authorization": f"Bearer {key}", "x-tokenyard-age-ms": age, "x-tokenyard-tenant": tenant}
+        body = {"prompt": "hello", "max_tokens": 1}
+        assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    assert [spec.age_ns for spec in server.manager.specs] == [1_500_250_000, 0, 0, 24 * 3600 * 10**9, 0]
+    assert [spec.tenant for spec in server.manager.specs] == ["ann", "", "", "", "acme"]

@@ -74,7 +74,7 @@ def test_names_of_other_engines_are_of_metrics_in_the_table():
 def test_the_router_exports_its_table():
     metrics, index = RouterMetrics(), PrefixIndex(1 << 20)
     workers = HttpWorkers(RouterSettings(), index)
-    workers.add("http://127.0.0.1:1", "flag")
+    workers.set_cards(workers.add("http://127.0.0.1:1", "flag"), [{"id": "m"}])
     for counts in (metrics.errors, metrics.statuses, metrics.chosen, metrics.worker_errors):
         counts[200] += 1
     text = metrics.exposition(Dispatcher(workers, make_policy("round_robin")), open_requests=0).decode()

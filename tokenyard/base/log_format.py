@@ -23,6 +23,12 @@ class TextFormatter(logging.Formatter):
         return "\n".join(f"  {_printable(line)}" for line in super().formatException(ei).split("\n"))
 
 
+def quoted_word(value: Any) -> str:
+    """A value in a line. Text from clients is quoted, so that it cannot forge log lines."""
+    plain = not isinstance(value, str) or (value.isascii() and value.isprintable() and " " not in value)
+    return str(value) if plain else repr(value)
+
+
 def _printable(text: str) -> str:
     if text.isprintable():
         return text

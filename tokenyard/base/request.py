@@ -153,7 +153,7 @@ class Request:
     number: unique in the engine, assigned by the submitter. A request with `sampling.n > 1` owns the numbers
         `number .. number + n - 1`, one per answer.
     prompt_ids: int32[prompt length].
-    arrival_ns: the monotonic time at which the API received the request.
+    arrival_ns: the monotonic time at which the API received the request, or the router in front of it did.
     priority: None for none given, which ranks lowest.
     deadline_ns: counted from `arrival_ns`; None for none.
     cache_salt, lora: divide the prefix cache into namespaces. `lora` is the LoRA adapter, as name and digest of its
@@ -170,7 +170,7 @@ class Request:
     prediction: int32[n], what the client expects of the answer, as a source of drafts. It changes no answer.
     session: the conversation that the request is a turn of, "" for none. A session belongs to its tenant.
     turn: its index in the session, from 0.
-    age_ns: the age of the request at `arrival_ns`, as measured by a router.
+    age_ns: the time it spent at a router; `arrival_ns`, when it arrived there, is earlier than here by that.
     """
 
     number: int

@@ -199,7 +199,7 @@ class DisaggExchange(Exchange):
             super()._go(target)
             return
         asked, self._handed = rank_fields(partner, target)
-        headers = self._passing.headers(request)
+        headers = self._headers()
         if partner.rank is not None:
             headers.append((RANK_HEADER, b"%d" % partner.rank))
         if partner.worker.by_params:

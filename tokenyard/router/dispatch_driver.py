@@ -5,8 +5,10 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
+from typing import Any
 
-from tokenyard.base import NS_PER_S, TokenyardError
+from tokenyard.base import NS_PER_MS, NS_PER_S, TokenyardError
+from tokenyard.base.log_format import quoted_word
 from tokenyard.router.errors import RouterError, refusal
 from tokenyard.router.health import HealthChecker
 from tokenyard.router.request_features import BYTES_PER_TOKEN, ParsedRequest
@@ -20,6 +22,7 @@ from tokenyard.routing.policies import PolicyOptions, make_policy
 from tokenyard.routing.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
+request_log = logging.getLogger("tokenyard.requests")
 
 OVERLOADED = frozenset({429, 503})
 RATIO_STEP = 0.02
@@ -32,6 +35,10 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
         super().__init__(parsed, disagg=disagg)
         self.parsed = parsed
         """What the router read from its body."""
+        self.waited_ns = 0
+        """From its arrival until it was first sent, or refused; 0 before."""
+        self.first_byte_ns = 0
+        """When the response began, 0 before."""
 
     @abstractmethod
     def dispatched(self) -> None:
@@ -40,6 +47,10 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
     @abstractmethod
     def abort(self, error: TokenyardError) -> None:
         """End it with `error` in any state."""
+
+    @abstractmethod
+    def log_fields(self) -> dict[str, Any]:
+        """What the log says of it once it has ended, besides times."""
 
     @abstractmethod
     def check_time(self, now_s: float) -> None:
@@ -140,6 +151,8 @@ class DispatchDriver:
         """A request has ended in any way."""
         self.exchanges.discard(request)
         self.machine.ended(request)
+        if self.settings.log_requests:
+            log_request(request, self.now_ns())
         self.wake()
 
     def prefill_ended(self, request: OpenRequest, *, computed: bool) -> None:
@@ -197,13 +210,21 @@ class DispatchDriver:
                 case Send():
                     self._send(action)
                 case Refuse():
+                    self._waited(action.request)
                     action.request.abort(refusal(action.cause))
                 case _:
                     self.health.check_now(action.worker)
         self.wake()
 
+    def _waited(self, request: OpenRequest) -> None:
+        """A request has been sent or refused: observe how long it waited, the first time."""
+        if not request.waited_ns:
+            request.waited_ns = max(self.now_ns() - request.arrived_ns, 1)
+            self.metrics.waited(self.workers.base_of(request.facts.model), request.waited_ns / NS_PER_S)
+
     def _send(self, action: Send[OpenRequest]) -> None:
         request = action.request
+        self._waited(request)
         self._note(request, action.choice)
         if action.prefill is not None:
             self._note(request, action.prefill)
@@ -254,3 +275,26 @@ class DispatchDriver:
         now_s = self.now()
         for exchange in list(self.exchanges):
             exchange.check_time(now_s)
+
+
+def log_request(request: OpenRequest, now: int) -> None:
+    """Log the line of a request that has ended at `now` (ns). No text of prompts or answers is in it."""
+
+    def since_arrival_ms(at: int) -> float | None:
+        return round((at - request.arrived_ns) / NS_PER_MS, 1) if at else None
+
+    facts = request.facts
+    fields = {
+        **request.log_fields(),
+        "model": facts.model,
+        "tenant": facts.tenant,
+        "priority": facts.priority,
+        "target": "" if request.target is None else request.target.name,
+        "reason": "" if request.choice is None else request.choice.ranking.reason,
+        "tries": request.tries,
+        "queue_ms": round(request.waited_ns / NS_PER_MS, 1) if request.waited_ns else None,
+        "ttft_ms": since_arrival_ms(request.first_byte_ns),
+        "e2e_ms": since_arrival_ms(now),
+    }
+    words = " ".join(f"{name}={quoted_word(value)}" for name, value in fields.items() if value not in ("", None))
+    request_log.info("Request: %s", words, extra={"fields": fields})

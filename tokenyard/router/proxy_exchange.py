@@ -15,10 +15,11 @@ import orjson
 from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, TokenyardError
+from tokenyard.base.fleet_headers import age_text
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest, Headers
 from tokenyard.router.dispatch_driver import DispatchDriver, OpenRequest
 from tokenyard.router.errors import RouterError, error_event
-from tokenyard.router.header_forwarding import DEBUG_HEADER, RANK_HEADER, HeaderForwarding, with_fields
+from tokenyard.router.header_forwarding import AGE_HEADER, DEBUG_HEADER, RANK_HEADER, HeaderForwarding, with_fields
 from tokenyard.router.http1 import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
 from tokenyard.router.request_features import ParsedRequest
 from tokenyard.router.stream_continuation import (
@@ -39,6 +40,7 @@ TAIL_BYTES = 4096
 
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
+_OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)":\s*(\d{1,9})')
 
 
 class Exchange(OpenRequest, ClientHandler, ResponseReader):
@@ -66,6 +68,8 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         self._follows = False
         self._failures = 0
         self._before = self._last = b""
+        self._outcome = ""
+        self._usage: tuple[int | None, int | None, int | None] = (None, None, None)
 
     # The request.
 
@@ -108,7 +112,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
 
     def _write(self, connection: UpstreamConnection, target: HttpTarget) -> None:
         self._upstream = connection
-        body, headers, path = self._request.body, self._passing.headers(self._request), self._request.target
+        body, headers, path = self._request.body, self._headers(), self._request.target
         extra = self._extra_fields(target)
         if self._started and self._resumed is not None and self._resumed.way == BY_PROMPT_IDS:
             body, path = self._resumed.prompt_body(target.worker.context_length), COMPLETIONS.encode()
@@ -119,6 +123,13 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         body = with_fields(body, extra, self.parsed.fields) if extra else body
         path_prefix, host = target.worker.path_and_host
         connection.send(self, request_head(self._request.method, path_prefix + path, host, headers, len(body)) + body)
+
+    def _headers(self) -> Headers:
+        """The headers for a worker. The age is that of the wait: a continued stream waits since its interruption."""
+        headers = self._passing.headers(self._request)
+        since_ns = self.arrived_ns if self.interrupted_ns is None else self.interrupted_ns
+        headers.append((AGE_HEADER, age_text(self._router.now_ns() - since_ns)))
+        return headers
 
     def _extra_fields(self, target: HttpTarget) -> dict[str, Any]:
         """Fields to add to the client's body: the rank, and the request for token ids."""
@@ -250,8 +261,8 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
             return
         head, router = self._head, self._router
         assert head is not None
+        now = self.first_byte_ns = router.now_ns()
         if self.parsed.stream and head.status == 200:
-            now = router.now_ns()
             router.machine.first_token(self, now)
             router.metrics.first_byte((now - self.arrived_ns) / NS_PER_S)
         self._started = True
@@ -275,13 +286,36 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         sent, self._upstream = self.sent, None
         assert sent is not None
         self._learn(tail, sent)
+        self._outcome = self._outcome or "done"
         self._close()
         self._front.end()
 
     def _learn(self, tail: bytes, sent: DispatchedRequest) -> None:
         """Learn the prompt's length and cached tokens from the end of the response to `sent`."""
         cached, prompt = _last_number(_CACHED, tail), _last_number(_PROMPT, tail)
+        self._usage = prompt, cached, self._output_tokens(tail)
         self._router.learn(self.parsed, sent, prompt, cached)
+
+    def _output_tokens(self, tail: bytes) -> int | None:
+        """The tokens of the answer, as its end reports them, or as a stream that can be continued shows them."""
+        counted = _last_number(_OUTPUT, tail)
+        if counted is None and self._resumed is not None and self._follows:
+            return self._resumed.token_count
+        return counted
+
+    @override
+    def log_fields(self) -> dict[str, Any]:
+        prompt, cached, output = self._usage
+        return {
+            "rid": self._request.request_id.decode("latin-1"),
+            "path": self._request.path,
+            "outcome": self._outcome,
+            "status": None if self._head is None else self._head.status,
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "output_tokens": output,
+            "continued": self._failures,
+        }
 
     # Failures.
 
@@ -302,12 +336,14 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
     def _fail(self, error: TokenyardError) -> None:
         """Respond with an error of the router. Nothing has been sent to the client yet."""
         self._router.metrics.failed(error.code)
+        self._outcome = str(error.code)
         self._close()
         self._front.fail(error, self._request.path)
 
     def _abort_stream(self, error: TokenyardError) -> None:
         """End a response that cannot be continued: an event stream with an error event, others by closing."""
         self._router.metrics.failed(error.code)
+        self._outcome = str(error.code)
         head = self._head
         self._close()
         kind = b"" if head is None or head.length is not None else head.get(b"content-type")
@@ -324,6 +360,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
     def client_gone(self) -> None:
         if not self.over:
             self._router.metrics.gone += 1
+            self._outcome = "client_gone"
             self._drop_upstream()
             self._close()
 

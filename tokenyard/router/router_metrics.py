@@ -1,5 +1,6 @@
 """Metrics of the router: their table, its counters, and their exposition as Prometheus text."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,11 +43,45 @@ METRICS = (
     Metric("worker_breaker_open", "gauge", "1 while the circuit breaker is open", ("target",)),
     Metric("worker_state", "gauge", "1 for the current state", ("worker", "state")),
     Metric("ttft_seconds", "histogram", "request to first byte of streams", buckets=TTFT_BUCKETS_S),
+    Metric("queued_requests", "gauge", "requests in the queue, by the base model that they are for", ("model",)),
+    Metric("queued_tokens", "gauge", "prompt tokens of requests in the queue", ("model",)),
+    Metric("sent_requests", "gauge", "requests at workers, running or queued there", ("model",)),
+    Metric("healthy_workers", "gauge", "healthy workers that do not drain", ("model",)),
+    Metric(
+        "queue_time_seconds",
+        "histogram",
+        "seconds that requests waited at the router until they were sent or refused",
+        ("model",),
+        buckets=TTFT_BUCKETS_S,
+    ),
 )
 """All metrics, in the order of /metrics."""
 
 Values = Mapping[tuple[str, ...], float]
 """The samples of a metric: label values -> value."""
+
+
+class Histogram:
+    """Counts of observations in the buckets of `TTFT_BUCKETS_S` and beyond the last, and their sum in seconds."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(TTFT_BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(TTFT_BUCKETS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def lines(self, name: str, labels: str = "") -> Iterator[str]:
+        """The samples of the histogram called `name`; `labels` are those of every sample, as `model="m",`."""
+        seen = 0
+        for most, count in zip((*map(str, TTFT_BUCKETS_S), "+Inf"), self.counts, strict=True):
+            seen += count
+            yield f'{name}_bucket{{{labels}le="{most}"}} {seen}'
+        outer = "{" + labels.rstrip(",") + "}" if labels else ""
+        yield f"{name}_sum{outer} {self.sum_s:.10g}"
+        yield f"{name}_count{outer} {seen}"
 
 
 @dataclass(slots=True)
@@ -63,8 +98,8 @@ class RouterMetrics:
     reasons: choices by `routing.policies.REASONS`.
     errors: errors of the router by code.
     statuses: responses of workers by HTTP status.
-    ttft_counts: streams per bucket of `TTFT_BUCKETS_S`, and beyond the last.
-    ttft_sum_s: sum of their times to first byte.
+    ttft: times to the first byte of streams.
+    queue_times: times at the router until a request was sent or refused, by base model.
     chosen: requests sent per target.
     worker_errors: failures per target.
     """
@@ -79,8 +114,8 @@ class RouterMetrics:
     reasons: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
-    ttft_counts: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
-    ttft_sum_s: float = 0.0
+    ttft: Histogram = field(default_factory=Histogram)
+    queue_times: dict[str, Histogram] = field(default_factory=dict)
     chosen: Counter[str] = field(default_factory=Counter)
     worker_errors: Counter[str] = field(default_factory=Counter)
 
@@ -90,19 +125,26 @@ class RouterMetrics:
 
     def first_byte(self, seconds: float) -> None:
         """A stream began `seconds` after its request arrived."""
-        place = next((i for i, most in enumerate(TTFT_BUCKETS_S) if seconds <= most), len(TTFT_BUCKETS_S))
-        self.ttft_counts[place] += 1
-        self.ttft_sum_s += seconds
+        self.ttft.observe(seconds)
+
+    def waited(self, model: str, seconds: float) -> None:
+        """A request for this base model was sent for the first time, or refused, `seconds` after it arrived."""
+        self.queue_times.setdefault(model, Histogram()).observe(seconds)
 
     def exposition(self, machine: Dispatcher[Any, Any], *, open_requests: int) -> bytes:
         """All metrics as Prometheus text."""
-        samples = self._totals(machine, open_requests) | self._by_label() | _target_gauges(machine)
+        samples = (
+            self._totals(machine, open_requests) | self._by_label() | _target_gauges(machine) | _model_gauges(machine)
+        )
         lines: list[str] = []
         for metric in METRICS:
             full = PREFIX + metric.name
             lines += (f"# HELP {full} {metric.help}", f"# TYPE {full} {metric.kind}")
-            if metric.kind == "histogram":
-                lines += self._ttft_lines(full)
+            if metric.name == "ttft_seconds":
+                lines += self.ttft.lines(full)
+            elif metric.kind == "histogram":
+                for model in sorted({*machine.workers.base_models, *self.queue_times}):
+                    lines += self.queue_times.get(model, Histogram()).lines(full, f"model={_quoted(model)},")
             else:
                 lines += (
                     f"{full}{_label_text(metric.labels, labels)} {value:.10g}"
@@ -140,14 +182,6 @@ class RouterMetrics:
             "worker_errors_total": _by(self.worker_errors),
         }
 
-    def _ttft_lines(self, name: str) -> Iterator[str]:
-        seen = 0
-        for most, count in zip((*map(str, TTFT_BUCKETS_S), "+Inf"), self.ttft_counts, strict=True):
-            seen += count
-            yield f'{name}_bucket{{le="{most}"}} {seen}'
-        yield f"{name}_sum {self.ttft_sum_s:.10g}"
-        yield f"{name}_count {seen}"
-
 
 def _target_gauges(machine: Dispatcher[Any, Any]) -> dict[str, Values]:
     """Gauges by target and by worker."""
@@ -163,6 +197,24 @@ def _target_gauges(machine: Dispatcher[Any, Any]) -> dict[str, Values]:
     }
 
 
+def _model_gauges(machine: Dispatcher[Any, Any]) -> dict[str, Values]:
+    """Gauges by base model; every model of a worker has a sample, 0 as well."""
+    workers = machine.workers
+    models: dict[tuple[str, ...], float] = {(model,): 0.0 for model in workers.base_models}
+    queued, tokens, sent, healthy = dict(models), dict(models), dict(models), dict(models)
+    for entry in machine.queue:
+        key = (workers.base_of(entry.item.facts.model),)
+        queued[key] = queued.get(key, 0.0) + 1.0
+        tokens[key] = tokens.get(key, 0.0) + entry.tokens
+    for worker in workers:
+        for base in worker.bases:
+            # The requests of a worker of several models are not told apart; the first one has them.
+            healthy[(base,)] += bool(worker.healthy and not worker.draining)
+        if worker.bases:
+            sent[(min(worker.bases),)] += worker.open_requests
+    return {"queued_requests": queued, "queued_tokens": tokens, "sent_requests": sent, "healthy_workers": healthy}
+
+
 def _by(counts: Mapping[Any, int]) -> Values:
     return {(str(key),): count for key, count in sorted(counts.items())}
 
@@ -170,7 +222,12 @@ def _by(counts: Mapping[Any, int]) -> Values:
 def _label_text(names: Sequence[str], values: Sequence[str]) -> str:
     if not names:
         return ""
-    return "{" + ",".join(f'{name}="{value}"' for name, value in zip(names, values, strict=True)) + "}"
+    return "{" + ",".join(f"{name}={_quoted(value)}" for name, value in zip(names, values, strict=True)) + "}"
+
+
+def _quoted(value: str) -> str:
+    """A label's value, which may be a name that a worker chose."""
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 def _imbalance(workers: Workers[Any]) -> float:

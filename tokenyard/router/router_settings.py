@@ -165,6 +165,7 @@ class RouterSettings:
         "info", "logging", "minimum level of log lines", choices=("debug", "info", "warning", "error")
     )
     log_format: str = setting("text", "logging", "format of the log lines", choices=("text", "json"))
+    log_requests: bool = setting(False, "logging", "log a line for every request", aliases=("--enable-log-requests",))
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an invalid value or combination."""

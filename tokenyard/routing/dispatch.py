@@ -481,6 +481,7 @@ class Dispatcher(Generic[W, R]):
             tokens=facts.tokens,
             priority=facts.priority,
             tenant=facts.tenant,
+            model=self.workers.named(facts.model),
             deadline_s=deadline_s,
             expires_s=min(deadline_s, arrived_s + self.settings.queue_timeout_s),
         )

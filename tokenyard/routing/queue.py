@@ -10,7 +10,7 @@ arrival; once aged, by arrival alone.
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
@@ -48,7 +48,7 @@ class QueueEntry(Generic[Item]):
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[Item]):
-    """The requests of one tenant and priority, by arrival and by deadline. Entries that are `gone` are skipped."""
+    """The requests of one tenant, priority and model, by arrival and by deadline, with some that are `gone`."""
 
     by_arrival: deque[QueueEntry[Item]] = field(default_factory=deque)
     by_deadline: list[tuple[float, int, QueueEntry[Item]]] = field(default_factory=list)
@@ -69,7 +69,7 @@ class WaitingQueue(Generic[Item]):
 
     def __init__(self, *, aging_s: float = 0.0, weights: Mapping[str, float] | None = None) -> None:
         self._aging_s, self._weights = aging_s, weights or {}
-        self._queues: dict[tuple[int, str], _TenantQueue[Item]] = {}
+        self._queues: dict[tuple[int, str, str], _TenantQueue[Item]] = {}
         self._deficits: dict[str, float] = {}
         self._turns: dict[str, int] = {}
         self._turn = count()
@@ -79,6 +79,10 @@ class WaitingQueue(Generic[Item]):
     def __len__(self) -> int:
         return self._size
 
+    def __iter__(self) -> Iterator[QueueEntry[Item]]:
+        """The entries, in no order."""
+        return (entry for line in self._queues.values() for entry in line.by_arrival if not entry.gone)
+
     def push(
         self,
         item: Item,
@@ -87,12 +91,13 @@ class WaitingQueue(Generic[Item]):
         tokens: float = 1.0,
         priority: int = 0,
         tenant: str = "",
+        model: str = "",
         deadline_s: float = math.inf,
         expires_s: float = math.inf,
     ) -> QueueEntry[Item]:
-        """Queue `item` until `expires_s` at the latest."""
+        """Queue `item` until `expires_s` at the latest. Items of different models do not wait for each other."""
         entry = QueueEntry(item, tokens, priority, tenant, now_s, deadline_s, expires_s, next(self._numbers))
-        line = self._queues.setdefault((priority, tenant), _TenantQueue())
+        line = self._queues.setdefault((priority, tenant, model), _TenantQueue())
         line.by_arrival.append(entry)
         if deadline_s < math.inf:
             heapq.heappush(line.by_deadline, (deadline_s, entry.number, entry))
@@ -109,17 +114,11 @@ class WaitingQueue(Generic[Item]):
 
     def lowest(self, now_s: float) -> QueueEntry[Item] | None:
         """The entry to drop when the queue is full: the newest of the lowest level; None if empty."""
-        entries = [entry for line in self._queues.values() for entry in line.by_arrival if not entry.gone]
-        return min(entries, key=lambda entry: (self._level(entry, now_s), -entry.number), default=None)
+        return min(self, key=lambda entry: (self._level(entry, now_s), -entry.number), default=None)
 
     def expired(self, now_s: float) -> list[QueueEntry[Item]]:
         """Take out and return the entries whose `expires_s` has passed."""
-        late = [
-            entry
-            for line in self._queues.values()
-            for entry in line.by_arrival
-            if not entry.gone and entry.expires_s <= now_s
-        ]
+        late = [entry for entry in self if entry.expires_s <= now_s]
         for entry in late:
             self.remove(entry)
         return late
@@ -127,7 +126,7 @@ class WaitingQueue(Generic[Item]):
     def pop(self, now_s: float, fits: Callable[[Item], object]) -> QueueEntry[Item] | None:
         """Take out the next request for which `fits` returns a true value; None if there is none.
 
-        Only the first entry of each tenant and priority is tried, so a request is not overtaken within its tenant.
+        Only the first entry of each tenant, priority and model is tried, so a request is not overtaken within those.
         """
         heads = self._heads(now_s)
         for level in sorted({level for level, _ in heads}, reverse=True):
@@ -158,7 +157,7 @@ class WaitingQueue(Generic[Item]):
 
     def _forget_idle_tenants(self) -> None:
         """A tenant without waiting requests keeps no deficit."""
-        busy = {tenant for _, tenant in self._queues}
+        busy = {tenant for _, tenant, _ in self._queues}
         for tenant in [name for name in self._turns if name not in busy]:
             del self._turns[tenant], self._deficits[tenant]
 

@@ -155,6 +155,8 @@ class Workers(Generic[W]):
         """Whether any worker only decodes."""
         self.adapters: frozenset[str] = frozenset()
         """Names of all adapters of all workers."""
+        self._bases: dict[str, str] = {}
+        self._only_base = ""
 
     def __iter__(self) -> Iterator[W]:
         return iter(list(self._by_address.values()))
@@ -290,6 +292,10 @@ class Workers(Generic[W]):
         self._prefilling = [target for worker in routable if worker.role == PREFILL for target in worker.targets]
         self.has_disagg_workers = any(worker.role == DECODE for worker in workers)
         self.adapters = frozenset[str]().union(*(worker.models - worker.bases for worker in workers))
+        self._bases = {name: base for w in workers if len(w.bases) == 1 for base in w.bases for name in w.models}
+        self._bases |= {base: base for worker in workers for base in worker.bases}
+        bases = self.base_models
+        self._only_base = bases[0] if len(bases) == 1 else ""
         self._by_model.clear()
         self.capacity_freed = True
 
@@ -303,6 +309,19 @@ class Workers(Generic[W]):
             found = self._serving(model)
         found = [target for target in found if target.breaker.open_until_ns <= now]
         return found if rank is None else _of_rank(found, rank)
+
+    @property
+    def base_models(self) -> list[str]:
+        """The base models of all workers, healthy or not, by name."""
+        return sorted({base for worker in self._by_address.values() for base in worker.bases})
+
+    def base_of(self, model: str) -> str:
+        """The base model that a request for `model` means, an adapter's for an adapter; "" where that is unknown."""
+        return self._bases.get(model, self._only_base)
+
+    def named(self, model: str) -> str:
+        """`model` where a worker lists it, else the only base model, "" without one."""
+        return model if model in self._bases else self._only_base
 
     def prefilling(self, model: str, rank: int | None, now: int) -> list[Target[W]]:
         """Targets of prefill workers for `model` and `rank`, as in `eligible`."""

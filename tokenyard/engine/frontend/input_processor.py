@@ -168,6 +168,7 @@ class InputProcessor:
             prediction=predicted,
             session=spec.session,
             turn=spec.turn,
+            age_ns=spec.age_ns,
         )
 
     def _check_ids(self, given: Int32Array | list[int] | None) -> Int32Array:

@@ -30,6 +30,7 @@ class GenerateReqInput:
     prediction: text that the answer may resemble, a source of drafts for speculative decoding.
     session: the session that the request is a turn of, "" for none. It belongs to the tenant.
     turn: its index in the session, from 0.
+    age_ns: the time that it has spent at the fleet's router; arrival was so much earlier.
     """
 
     text: str | None = None
@@ -57,6 +58,7 @@ class GenerateReqInput:
     prediction: str = ""
     session: str = ""
     turn: int = 0
+    age_ns: int = 0
 
 
 @dataclass(slots=True)

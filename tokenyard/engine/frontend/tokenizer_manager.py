@@ -159,7 +159,7 @@ class TokenizerManager:
     async def _submit(self, spec: GenerateReqInput) -> Stream:
         self.failover.check_alive()
         self.ranks.check_rank(spec.rank)
-        arrival_ns = time.monotonic_ns()
+        arrival_ns = time.monotonic_ns() - spec.age_ns
         rid = spec.rid or uuid.uuid4().hex
         token_ids = await self._requests.token_ids(spec)
         self.failover.check_alive()

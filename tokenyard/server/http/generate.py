@@ -33,11 +33,12 @@ class RequestContext:
     body: the whole body.
     headers: by lower-case name.
     reply: the response to write.
-    tenant: the tenant whose API key the request carries, "" for none.
+    tenant: the tenant whose API key the request carries, here or at the router, "" for none.
     messages: the conversation, [] for a prompt that is none.
     reading: how the answer to a conversation is parsed, None for plain text.
     turn: the turn of a session that the request is; None before its answers are begun.
     ended: the requests whose answers have ended by themselves, each with its tenant.
+    age_ns: the time it spent at the router.
     """
 
     state: ServerState
@@ -50,6 +51,7 @@ class RequestContext:
     reading: ParserOptions | None = None
     turn: Turn | None = None
     ended: dict[str, str] = field(default_factory=dict)
+    age_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -178,6 +180,7 @@ async def run(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnD
 
 async def _run_one(call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
     spec.rid = spec.rid or uuid.uuid4().hex
+    spec.age_ns = call.age_ns
     with call.state.open_request(spec.rid):
         reader = AnswerReader(call, spec, place, take)
         await call.manager.feed(spec, reader, reader.see)

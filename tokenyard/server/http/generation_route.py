@@ -4,6 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tokenyard.base import InvalidRequestError, TokenyardError
+from tokenyard.base.fleet_headers import AGE_HEADER, TENANT_HEADER, read_age_ns
 from tokenyard.server.http.api_keys import TENANT
 from tokenyard.server.http.dialects import dialect_of
 from tokenyard.server.http.errors import check_encoding, internal_error
@@ -48,7 +49,11 @@ class GenerationRoute:
         except TokenyardError as error:
             await reply.fail(error)
             return
-        call = RequestContext(self._state, manager, body, headers, reply, scope.get(TENANT, ""))
+        tenant, age_ns = scope.get(TENANT, ""), 0
+        if not tenant:
+            # A request with a tenant's key comes from a client, whose word on this does not count.
+            tenant, age_ns = headers.get(TENANT_HEADER, ""), read_age_ns(headers.get(AGE_HEADER, ""))
+        call = RequestContext(self._state, manager, body, headers, reply, tenant, age_ns=age_ns)
         await while_connected(receive, self._run(call))
 
     async def _run(self, call: RequestContext) -> None:

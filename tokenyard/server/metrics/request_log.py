@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 from tokenyard.base import NS_PER_MS, Finish
+from tokenyard.base.log_format import quoted_word
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.server.native.explain import wall_s
 
@@ -59,11 +60,5 @@ class RequestLog:
         if self._content:
             prompt = self._spec.text if self._spec.text is not None else f"{finish.prompt_tokens} token ids"
             fields |= {"prompt": prompt[:MAX_LOGGED_CHARS], "output": self._texts.get(index, "")[:MAX_LOGGED_CHARS]}
-        words = " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value not in ("", None))
+        words = " ".join(f"{name}={quoted_word(value)}" for name, value in fields.items() if value not in ("", None))
         log.info("Finish: %s", words, extra={"fields": fields})
-
-
-def _word(value: Any) -> str:
-    """A value in a line. Text from clients is quoted, so that it cannot forge log lines."""
-    plain = not isinstance(value, str) or (value.isascii() and value.isprintable() and " " not in value)
-    return str(value) if plain else repr(value)
