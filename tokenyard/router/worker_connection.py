@@ -106,8 +106,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Disable Nagle's algorithm, as small requests must not wait for an acknowledgement, and have the kernel probe a
-        silent worker.
+        """Disable Nagle's algorithm, as small requests must not wait for an acknowledgement, and have the kernel probe
+        a silent worker.
 
         A machine that loses power and returns before a health check fails has forgotten the connection. Without probes
         an answer that is not a stream would be awaited until `request_timeout_secs`.
