@@ -158,6 +158,8 @@ def test_tokens_are_counted_with_system_text(start):
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
+        ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "x"}]}, "mcp_servers"),
+        ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format"),
     ],
 )
 def test_wrong_requests_get_a_clear_400_in_anthropics_form(start, body, words):
@@ -173,3 +175,51 @@ def test_the_key_may_come_as_anthropics_clients_send_it(start):
     assert post(server).json()["error"]["type"] == "authentication_error"
     server.client.headers["x-api-key"] = "secret"
     assert post(server).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_an_output_format_becomes_a_grammar(start, name):
+    server = serve(start)
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    fields = {name: form if name == "output_format" else {"format": form, "effort": "low"}}
+    assert post(server, **fields).status_code == 200
+    assert '"a":{"type":"integer"}' in server.manager.specs[0].grammar
+    assert server.manager.calls[0][2]["chat_template_kwargs"].get("reasoning_effort") == (
+        "low" if name == "output_config" else None
+    )
+
+
+def test_system_messages_within_a_conversation_leave_turns_that_alternate(start):
+    server = serve(start)
+    messages = [
+        {"role": "system", "content": "first"},
+        {"role": "user", "content": "hello"},
+        {"role": "system", "content": [{"type": "text", "text": "the date"}]},
+        {"role": "user", "content": "world"},
+        {"role": "assistant", "content": "fox"},
+        {"role": "system", "content": "lazy"},
+    ]
+    assert post(server, messages=messages, system="top").status_code == 200
+    assert server.manager.calls[0][1] == [
+        {"role": "system", "content": "top\n\nfirst"},
+        {"role": "user", "content": "hello\n\n<system>\nthe date\n</system>\n\nworld"},
+        {"role": "assistant", "content": "fox"},
+        {"role": "user", "content": "<system>\nlazy\n</system>"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "field"),
+    [
+        ("bash_20250124", "bash", "command"),
+        ("text_editor_20250728", "str_replace_based_edit_tool", "old_str"),
+        ("memory_20250818", "memory", "new_path"),
+    ],
+)
+def test_tools_that_anthropic_defines_and_the_client_runs_have_their_schema(start, kind, name, field):
+    server = serve(start)
+    assert post(server, tools=[{"type": kind, "name": name}]).status_code == 200
+    function = server.manager.calls[0][2]["tools"][0]["function"]
+    assert function["name"] == name
+    assert field in function["parameters"]["properties"]
+    assert function["description"]

@@ -1,6 +1,7 @@
 """Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`."""
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import orjson
 
 from tokenyard.base import InvalidRequestError
+from tokenyard.server.anthropic.client_tools import CLIENT_TOOLS
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.openai.chat_output import has_tool_calls
@@ -41,6 +43,9 @@ class CountRequest:
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
 
 
 @dataclass(kw_only=True)
@@ -87,10 +92,18 @@ async def count_tokens(call: RequestContext) -> None:
 
 def _chat(body: CountRequest) -> ChatRequest:
     """The conversation as a chat body."""
+    if body.mcp_servers:
+        message = "mcp_servers: this server connects to none; connect them in the client, which sends their tools"
+        raise InvalidRequestError(message, param="mcp_servers", code="unsupported")
     conversation = _system(body.system)
     for place, message in enumerate(body.messages):
-        conversation += _converted(message, f"messages[{place}]")
+        for turn in _converted(message, f"messages[{place}]"):
+            _add(conversation, turn)
     chat = ChatRequest(messages=conversation, model=body.model)
+    config = body.output_config or {}
+    chat.response_format = _response_format(config.get("format") or body.output_format)
+    effort = config.get("effort")
+    chat.reasoning_effort = effort if isinstance(effort, str) else None
     continues = bool(conversation) and conversation[-1]["role"] == "assistant"
     if continues and not conversation[-1].get("tool_calls"):
         chat.continue_final_message = True
@@ -102,6 +115,31 @@ def _chat(body: CountRequest) -> ChatRequest:
     if kind is not None:
         chat.chat_template_kwargs = {"enable_thinking": kind != "disabled"}
     return chat
+
+
+def _add(conversation: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Add a message. System text within the conversation becomes the user's, and messages of the user that follow each
+    other become one, as in Anthropic's API: many templates accept nothing but turns of user and assistant.
+    """
+    if turn["role"] == "system" and conversation:
+        if len(conversation) == 1 and conversation[0]["role"] == "system":
+            conversation[0] = {"role": "system", "content": f"{conversation[0]['content']}\n\n{turn['content']}"}
+            return
+        turn = {"role": "user", "content": f"<system>\n{turn['content']}\n</system>"}
+    if turn["role"] == "user" and conversation and conversation[-1]["role"] == "user":
+        conversation[-1] = {"role": "user", "content": f"{conversation[-1]['content']}\n\n{turn['content']}"}
+        return
+    conversation.append(turn)
+
+
+def _response_format(form: Any) -> dict[str, Any] | None:
+    """`output_config.format` (`output_format` of the beta) as OpenAI's response_format."""
+    match form:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": schema}:
+            return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    raise InvalidRequestError("output_config.format must be of type json_schema, with a schema", param="output_config")
 
 
 def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
@@ -170,12 +208,19 @@ def _text(block: Any, where: str) -> str:
 
 
 def _tool(tool: dict[str, Any], place: int) -> dict[str, Any]:
-    """A tool in OpenAI's shape. Those that Anthropic's own servers run cannot be had here."""
-    if tool.get("type", "custom") not in ("custom", "function"):
-        message = f"tools[{place}]: {tool['type']!r} is not supported: this server runs no tools"
+    """A tool in OpenAI's shape: one of the client's own, or one that Anthropic defines and the client runs."""
+    kind = str(tool.get("type") or "custom")
+    description, parameters = tool.get("description", ""), tool.get("input_schema")
+    defined = CLIENT_TOOLS.get(re.sub(r"_\d{8}$", "", kind))
+    if defined is not None:
+        description, parameters = description or defined[0], parameters or defined[1]
+    elif kind not in ("custom", "function"):
+        message = (
+            f"tools[{place}]: {kind!r} is not supported: this server runs no tools; offer one that the client runs"
+        )
         raise InvalidRequestError(message, param="tools")
-    function = {"name": tool.get("name"), "description": tool.get("description", "")}
-    function["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
+    function = {"name": tool.get("name"), "description": description}
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
     if tool.get("strict") is True:
         function["strict"] = True
     return {"type": "function", "function": function}
