@@ -83,8 +83,11 @@ def test_the_input_reaches_the_template(start):
 
 def test_tools_that_are_no_functions_are_left_out(start):
     server = serve(start)
-    assert post(server, tools=[{"type": "web_search"}, TOOL]).status_code == 200
+    answer = post(server, tools=[{"type": "web_search"}, TOOL])
+    assert answer.status_code == 200
+    assert answer.json()["warnings"] == ["tools[0] is left out: this server runs no 'web_search'"]
     assert len(server.manager.calls[0][2]["tools"]) == 1
+    assert "warnings" not in post(server, tools=[TOOL]).json()
 
 
 def test_a_format_becomes_a_grammar(start):
@@ -102,6 +105,10 @@ def test_a_format_becomes_a_grammar(start):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"tool_choice": "required", "tools": [{**TOOL, "name": ""}]}, "tools"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}, TOOL]}, "tool_choice"),
+        ({"tools": [{"type": "mcp", "server_label": "x", "server_url": "https://example.com"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
     ],
 )
 def test_wrong_requests_get_a_clear_400(start, body, param):
@@ -191,3 +198,84 @@ def test_the_store_is_bounded_in_number_bytes_and_time_and_by_tenant():
     assert not kept("big", "b")
     now[0] = 11.0
     assert not kept("big", "a")
+
+
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_is_called_with_text_and_its_calls_come_back(start, stream):
+    text = '*** Begin "Patch"\n+x'
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": text}})
+    server = serve(start, f"<tool_call>{call}</tool_call>")
+    answer = post(server, tools=[PATCH], stream=stream)
+    events = stream_of(answer) if stream else []
+    response = events[-1]["response"] if stream else answer.json()
+    (item,) = response["output"]
+    assert (item["type"], item["name"], item["input"], item["status"]) == (
+        "custom_tool_call",
+        "apply_patch",
+        text,
+        "completed",
+    )
+    assert "start: /.+/" in server.manager.calls[0][2]["tools"][0]["function"]["description"]
+    if stream:
+        deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == text
+    back = [
+        {"role": "user", "content": "hello"},
+        item,
+        {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"},
+    ]
+    assert post(server, input=back, tools=[PATCH]).status_code == 200
+    seen = [call[1] for call in server.manager.calls][-1]
+    assert json.loads(seen[1]["tool_calls"][0]["function"]["arguments"]) == {"input": text}
+    assert seen[2] == {"role": "tool", "tool_call_id": item["call_id"], "content": "done"}
+
+
+def test_functions_of_a_namespace_keep_it(start):
+    call = json.dumps({"name": "files__now", "arguments": {}})
+    server = serve(start, f"<tool_call>{call}</tool_call>")
+    space = {"type": "namespace", "name": "files", "tools": [NOW]}
+    (item,) = post(server, tools=[space]).json()["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "files", "now")
+    assert post(server, input=[{"role": "user", "content": "hello"}, item], tools=[space]).status_code == 200
+    seen = [call[1] for call in server.manager.calls][-1]
+    assert seen[1]["tool_calls"][0]["function"]["name"] == "files__now"
+    named = {"type": "function", "namespace": "files", "name": "now"}
+    assert post(server, tools=[space], tool_choice=named).status_code == 200
+    assert "files__now" in server.manager.specs[-1].grammar
+
+
+def test_a_forced_custom_tool_has_a_grammar(start):
+    server = serve(start)
+    assert post(server, tools=[PATCH], tool_choice={"type": "custom", "name": "apply_patch"}).status_code == 200
+    assert "apply_patch" in server.manager.specs[0].grammar
+
+
+def test_input_tokens_are_counted(start):
+    body = {"input": "hello world", "instructions": "the quick", "tools": [TOOL]}
+    answer = serve(start).client.post("/v1/responses/input_tokens", json=body)
+    assert answer.json() == {"object": "response.input_tokens", "input_tokens": 4}
+
+
+def test_truncation_auto_drops_the_oldest_turns(start):
+    server = serve(start)
+    words = "hello world the quick brown fox jumps over".split()  # noqa: SIM905
+    turns = [{"role": role, "content": f"{word} " * 4} for word in words for role in ("user", "assistant")]
+    turns.append({"role": "user", "content": "dog"})
+    # 64 tokens fit, and the conversation has 67.
+    fields = {"input": turns, "instructions": "lazy answer", "max_output_tokens": 2}
+    assert post(server, **fields).json()["error"]["code"] == "context_length_exceeded"
+    response = post(server, **fields, truncation="auto").json()
+    assert response["status"] == "incomplete"
+    assert response["truncation"] == "auto"
+    seen = [call[1] for call in server.manager.calls][-1]
+    assert seen[0] == {"role": "system", "content": "lazy answer"}
+    assert seen[1] == {"role": "user", "content": "world " * 4}
+    assert seen[-1] == turns[-1]

@@ -46,11 +46,13 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/score": (score.score, score.ScoreRequest),
     "/v1/embeddings": (embeddings.embeddings, embeddings.EmbeddingsRequest),
     "/v1/rerank": (embeddings.rerank, embeddings.RerankRequest),
+    "/v2/rerank": (embeddings.rerank, embeddings.RerankRequest),
     "/rerank": (embeddings.rerank, embeddings.RerankRequest),
     "/api/embed": (embeddings.ollama_embed, embeddings.OllamaEmbed),
     "/v1/messages": (messages.messages, messages.MessagesRequest),
     "/v1/messages/count_tokens": (messages.count_tokens, messages.CountRequest),
     "/v1/responses": (responses.responses, responses.ResponsesRequest),
+    "/v1/responses/input_tokens": (responses.input_tokens, responses.ResponsesRequest),
     "/api/chat": (ollama.chat, ollama.OllamaChat),
     "/api/generate": (ollama.generate, ollama.OllamaGenerate),
 }

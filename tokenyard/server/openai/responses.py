@@ -9,11 +9,12 @@ from typing import Any
 
 import orjson
 
-from tokenyard.base import InvalidRequestError
+from tokenyard.base import ContextLengthError, InvalidRequestError
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.openai.chat_output import reasoning_tokens
 from tokenyard.server.openai.completions import prepare_chat, write_answer
+from tokenyard.server.openai.response_tools import ResponseTools, call_of, input_of, read_tools
 from tokenyard.server.parse.events import (
     ContentText,
     Event,
@@ -22,7 +23,7 @@ from tokenyard.server.parse.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from tokenyard.server.prompts import check_chat_body, check_length
+from tokenyard.server.prompts import chat_prompt, check_chat_body, check_length
 from tokenyard.server.protocol import ChatRequest, ContinuationFields, parse_body
 
 Item = dict[str, Any]
@@ -81,13 +82,51 @@ async def responses(call: RequestContext) -> None:
             message = f"{name} is not offered here: send the input, or previous_response_id, and read the answer"
             raise InvalidRequestError(message, param=name, code="unsupported")
     items = _items(call, body)
-    job = await prepare_chat(call, _chat(body, items))
-    writer = ResponseWriter(body, job.head["model"], lambda response: _keep(call, body, items, response))
+    tools = read_tools(body.tools)
+    chat = _chat(body, items, tools)
+    if body.truncation == "auto":
+        await _truncate(call, chat)
+    job = await prepare_chat(call, chat)
+    writer = ResponseWriter(body, tools, job.head["model"], lambda response: _keep(call, body, items, response))
     if job.reading is not None:
         job.reading.id_seed = writer.response["id"]
     await write_answer(call, job, writer)
     if not body.stream:
         await call.reply.whole(orjson.dumps(writer.response))
+
+
+async def input_tokens(call: RequestContext) -> None:
+    """Count the tokens of the prompt that a request of responses would have."""
+    check_chat_body(call)
+    body = await parse_body(call.body, ResponsesRequest)
+    call.state.check_model(body.model)
+    chat = _chat(body, _items(call, body), read_tools(body.tools))
+    count = await _count(call, chat)
+    await call.reply.whole(orjson.dumps({"object": "response.input_tokens", "input_tokens": count}))
+
+
+async def _count(call: RequestContext, chat: ChatRequest) -> int:
+    text = await chat_prompt(call.manager, chat, call.state.style)
+    return len(await call.manager.tokenize(text, False, allow_too_long=True))
+
+
+async def _truncate(call: RequestContext, chat: ChatRequest) -> None:
+    """Drop the oldest turns of a conversation until it fits (`truncation: auto`). Its first message, if of the system,
+    and its last turn stay.
+    """
+    head = [message for message in chat.messages[:1] if message["role"] == "system"]
+    starts = [place for place, message in enumerate(chat.messages) if message["role"] == "user"]
+    room = call.manager.context_length - (chat.max_completion_tokens or 1)
+    whole, few, most = chat.messages, 0, len(starts) - 1
+    while few < most:
+        middle = (few + most) // 2
+        chat.messages = head + whole[starts[middle] :] if middle else whole
+        try:
+            fits = await _count(call, chat) <= room
+        except ContextLengthError:
+            fits = False
+        few, most = (few, middle) if fits else (middle + 1, most)
+    chat.messages = head + whole[starts[few] :] if few > 0 else whole
 
 
 def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
@@ -110,7 +149,7 @@ def _keep(call: RequestContext, body: ResponsesRequest, items: list[Item], respo
         call.state.responses.put(response, items, call.tenant, call.turn.session if call.turn is not None else "")
 
 
-def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
+def _chat(body: ResponsesRequest, items: list[Item], tools: ResponseTools) -> ChatRequest:
     """Convert the conversation and the parameters to a chat body."""
     conversation: list[dict[str, Any]] = []
     if body.instructions:
@@ -122,8 +161,8 @@ def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
     chat.temperature, chat.top_p, chat.user = body.temperature, body.top_p, body.user
     chat.service_tier = body.service_tier
     chat.parallel_tool_calls = body.parallel_tool_calls
-    chat.tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"] or None
-    chat.tool_choice = _choice(body.tool_choice) if chat.tools else None
+    chat.tools = tools.functions or None
+    chat.tool_choice = tools.choice(body.tool_choice)
     chat.output_ids, chat.return_token_ids = body.output_ids, body.return_token_ids
     chat.reasoning_effort = (body.reasoning or {}).get("effort")
     chat.response_format = _format((body.text or {}).get("format"))
@@ -148,11 +187,9 @@ def _add_item(conversation: list[dict[str, Any]], item: Item, where: str) -> Non
             text = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
             if text:
                 _turn(conversation)["reasoning_content"] = text
-        case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            _turn(conversation).setdefault("tool_calls", []).append(call)
-        case "function_call_output":
+        case "function_call" | "custom_tool_call":
+            _turn(conversation).setdefault("tool_calls", []).append(call_of(item))
+        case "function_call_output" | "custom_tool_call_output":
             text = _content(item.get("output"), where)
             conversation.append({"role": "tool", "tool_call_id": item.get("call_id", ""), "content": text})
         case kind:
@@ -180,25 +217,6 @@ def _content(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert a function tool to the format of chat completions."""
-    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name)}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Convert tool_choice to the format of chat completions."""
-    if not isinstance(choice, dict):
-        return choice
-    match choice:
-        case {"type": "function", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "tools": list(tools)}:
-            allowed = {"mode": choice.get("mode", "auto"), "tools": [_tool(tool) for tool in tools]}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
-    return choice
-
-
 def _format(form: Any) -> dict[str, Any] | None:
     """Convert text.format to response_format. Raises InvalidRequestError if it is not an object."""
     if not isinstance(form, dict | None):
@@ -216,8 +234,8 @@ class ResponseWriter:
     last event.
     """
 
-    def __init__(self, body: ResponsesRequest, model: str, keep: Callable[[Item], None]) -> None:
-        self._keep, self._continued = keep, body.continued_response
+    def __init__(self, body: ResponsesRequest, tools: ResponseTools, model: str, keep: Callable[[Item], None]) -> None:
+        self._keep, self._continued, self._tools = keep, body.continued_response, tools
         self.response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -241,14 +259,17 @@ class ResponseWriter:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
         }
+        if tools.warnings:
+            self.response["warnings"] = tools.warnings
         if self._continued is not None:
             self.response |= {"id": self._continued.id, "created_at": self._continued.created_at}
         self._number = 0
         self._open: Item | None = None
+        self._arguments = ""
 
     def pieces(self, answer: CompletionOutput, events: Sequence[Event]) -> bytes:
         """The stream events for new output."""
@@ -263,12 +284,15 @@ class ResponseWriter:
                 case ReasoningText(text):
                     out += self._add_text("reasoning", text)
                 case ToolCallStart(_, name, call_id):
-                    item = {"type": "function_call", "id": self._item_id("fc"), "call_id": call_id}
-                    out += self._begin({**item, "name": name, "arguments": "", "status": "in_progress"})
+                    item = self._tools.begun(self._item_id(), call_id, name)
+                    self._arguments = ""
+                    out += self._begin({**item, "status": "in_progress"})
                 case ToolCallArguments(_, text):
                     assert self._open is not None
-                    self._open["arguments"] += text
-                    out.append(self._item_event("response.function_call_arguments.delta", delta=text))
+                    self._arguments += text
+                    if self._open["type"] == "function_call":
+                        self._open["arguments"] += text
+                        out.append(self._item_event("response.function_call_arguments.delta", delta=text))
                 case ToolCallEnd():
                     out += self._end_item("completed")
         if answer.finish is not None:
@@ -281,10 +305,10 @@ class ResponseWriter:
         if self._continued is not None:
             self._number = self._continued.sequence_number
 
-    def _item_id(self, prefix: str) -> str:
-        """The id of the next item, which follows from that of the response: another engine gives it the same."""
+    def _item_id(self) -> str:
+        """The id of the next item without its prefix; it follows from that of the response, on any engine."""
         seed = f"{self.response['id']}:{len(self.response['output'])}"
-        return f"{prefix}_{hashlib.blake2b(seed.encode(), digest_size=16).hexdigest()}"
+        return hashlib.blake2b(seed.encode(), digest_size=16).hexdigest()
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         payload = {"type": kind, "sequence_number": self._number, **fields}
@@ -309,10 +333,10 @@ class ResponseWriter:
         if self._open is None or self._open["type"] != kind:
             if kind == "message":
                 part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                item = {"type": kind, "id": self._item_id("msg"), "role": "assistant", "content": []}
+                item = {"type": kind, "id": f"msg_{self._item_id()}", "role": "assistant", "content": []}
             else:
                 part = {"type": "reasoning_text", "text": ""}
-                item = {"type": kind, "id": self._item_id("rs"), "summary": [], "content": []}
+                item = {"type": kind, "id": f"rs_{self._item_id()}", "summary": [], "content": []}
             out = self._begin({**item, "status": "in_progress"})
             assert self._open is not None
             self._open["content"].append(part)
@@ -332,6 +356,10 @@ class ResponseWriter:
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             out.append(self._item_event("response.function_call_arguments.done", **done))
+        elif item["type"] == "custom_tool_call":
+            item["input"] = input_of(self._arguments)
+            out.append(self._item_event("response.custom_tool_call_input.delta", delta=item["input"]))
+            out.append(self._item_event("response.custom_tool_call_input.done", input=item["input"]))
         else:
             part = item["content"][0]
             fields: Item = {"content_index": 0, "text": part["text"]}
