@@ -10,15 +10,15 @@ from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, greedy, judge, prompt_of
 from tokenyard.executor.model_loader import load_executor
 
-CASE = "qwen3-layers"
+CASES = ["qwen3-layers", "qwen3.5"]
 ANSWER_TOKENS = 6
 IMPLS = ["torch", "auto"] if DEVICE == "cpu" else ["auto"]
 
 
 @functools.cache
-def executor(page_size, model_impl):
+def executor(case, page_size, model_impl):
     with tempfile.TemporaryDirectory() as folder:
-        judge(CASE).save_pretrained(folder)
+        judge(case).save_pretrained(folder)
         return load_executor(
             folder,
             device=DEVICE,
@@ -32,6 +32,7 @@ def executor(page_size, model_impl):
 
 @settings(max_examples=25, deadline=None)
 @given(
+    case=st.sampled_from(CASES),
     page_size=st.sampled_from([1, 4, 16]),
     model_impl=st.sampled_from(IMPLS),
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
@@ -39,9 +40,9 @@ def executor(page_size, model_impl):
     in_flight=st.integers(1, 3),
     retract_after=st.integers(0, 12),
 )
-def test_random_plans(page_size, model_impl, lengths, moves, in_flight, retract_after):
+def test_random_plans(case, page_size, model_impl, lengths, moves, in_flight, retract_after):
     """Each move says how many tokens each request computes at most; 0 leaves it out of the step."""
-    driver = Driver(executor(page_size, model_impl))
+    driver = Driver(executor(case, page_size, model_impl))
     prompts = [prompt_of(length, seed=number) for number, length in enumerate(lengths)]
     sequences = [driver.start(prompt) for prompt in prompts]
     flying = []
@@ -60,4 +61,4 @@ def test_random_plans(page_size, model_impl, lengths, moves, in_flight, retract_
     for step in flying:
         driver.collect(step)
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert sequence.output == greedy(CASE, prompt, ANSWER_TOKENS)
+        assert sequence.output == greedy(case, prompt, ANSWER_TOKENS)

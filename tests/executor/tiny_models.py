@@ -13,6 +13,7 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -168,6 +169,30 @@ FAMILY_CASES = {
 }
 """Families with layers that no other family has."""
 
+QWEN3_5 = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_hidden_layers": 5,
+    "full_attention_interval": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+}
+STATE_CASES = {
+    "qwen3.5": (Qwen3_5TextConfig, QWEN3_5),
+    "qwen3.5-odd": (
+        Qwen3_5TextConfig,
+        {
+            **QWEN3_5,
+            **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
+            **{"num_hidden_layers": 4, "tie_word_embeddings": True, "attention_bias": True},
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+}
+"""Families whose layers have a recurrent state."""
+
 GGUF_CASES = {"gpt-oss-7": (GptOssConfig, {**FAMILY_CASES["gpt-oss"][1], "swiglu_limit": 7.0})}
 """What a GGUF file can say; it has no word for the limit."""
 
@@ -188,7 +213,7 @@ GROUP_CASES = {
 @functools.cache
 def judge(case):
     """Return a float32 transformers model with random weights; biases and norms are random too."""
-    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES | GGUF_CASES | GROUP_CASES)[case]
+    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES | STATE_CASES | GGUF_CASES | GROUP_CASES)[case]
     torch.manual_seed(len(case))
     # Fused attention knows no soft caps.
     config = config_type(**{**SMALL, **fields})

@@ -10,12 +10,12 @@ import itertools
 
 import pytest
 
-from tests.executor.tiny_models import CASES, DEVICE, EXPERT_CASES, FAMILY_CASES, greedy, prompt_of
+from tests.executor.tiny_models import CASES, DEVICE, EXPERT_CASES, FAMILY_CASES, STATE_CASES, greedy, prompt_of
 from tests.matrix.test_exactness import needs_native
 from tokenyard import LLM
 from tokenyard.base import ConfigError
 
-FAMILIES = [*CASES, *EXPERT_CASES, *FAMILY_CASES]
+FAMILIES = [*CASES, *EXPERT_CASES, *FAMILY_CASES, *STATE_CASES]
 WINDOWED = (
     *("mistral-window", "qwen2-window", "qwen3-layers", "qwen3-moe-mixed", "phi3-partial-window", "gemma2"),
     *("gemma2-plain", "gemma3", "gpt-oss"),
@@ -52,6 +52,8 @@ REFUSED = (
     {"torch", "int8"},
 )
 """What does not go together, and is refused with the reason."""
+WITHOUT_STATES = {"NGRAM", "STANDALONE", "prefill engine", "lora", "disk", "deterministic", "int8"}
+"""What layers with a recurrent state do not support."""
 
 DIAGONAL = {
     *zip(FAMILIES, itertools.cycle(WAYS), strict=False),
@@ -101,7 +103,11 @@ GRID = [
 
 @pytest.mark.part(3)
 @pytest.mark.parametrize(("family", "way"), GRID)
-def test_every_family_answers_the_same_however_it_is_started(answer, family, way):
+def test_every_family_answers_the_same_however_it_is_started(start, answer, family, way):
+    if family in STATE_CASES and way in WITHOUT_STATES:
+        with pytest.raises(ConfigError, match=r"recurrent state|native model"):
+            start(family, way)
+        return
     if way in ("int8", "deterministic"):
         needs_native()
     if way == "int8":

@@ -124,6 +124,10 @@ def _choose(
         return BackendChoice(None, False, f"torch ({reason})")
     # Only torch layers take an attention backend, so naming one selects them.
     native_model = model_impl == "native" or (model_impl == "auto" and attention_backend == "auto")
+    if config.delta_net is not None:
+        if model_impl == "native":
+            raise ConfigError("model_impl native does not compute gated delta nets; model_impl torch does")
+        native_model = False
     if native_model and attention_backend == "gather":
         raise ConfigError("model_impl native attends by itself; attention_backend gather needs model_impl torch")
     kernels = f"native {engine.name}, {engine.threads} thread{'s' if engine.threads > 1 else ''}"

@@ -10,6 +10,7 @@ import torch
 
 from tokenyard.base import Int32Array, StepPlan
 from tokenyard.executor.cuda_streams import uploaded
+from tokenyard.executor.state_pool import StateBatch
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class ForwardBatch:
     decode_rows: how many rows at the front decode; each has one token.
     attention: metadata that the attention backend prepares for the step, by window.
     hidden: [T, hidden], the output of the previous pipeline stage; None in the first stage.
+    states: the recurrent states of the rows; None for a model without.
     """
 
     token_ids: torch.Tensor
@@ -38,6 +40,7 @@ class ForwardBatch:
     decode_rows: int
     attention: dict[int, Any] = field(default_factory=dict)
     hidden: torch.Tensor | None = None
+    states: StateBatch | None = None
 
 
 class PageTable:

@@ -5,11 +5,12 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tokenyard.base import ConfigError, Int32Array, KvPieces, WindowGroup
+from tokenyard.base import ConfigError, Int32Array, KvPieces, StateGroup, WindowGroup
 from tokenyard.executor.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ CPU_DEFAULT_TOKENS = 32768
 CPU_DEFAULT_BYTES = 1 << 30
 MIN_WINDOW_TOKENS, MIN_WINDOW_PAGES = 128, 8
 """What the pool of the window layers holds at least in addition to two windows, for chunked prefill."""
+MIN_CHECKPOINTS = 8
+"""Of recurrent states, so that a small KV pool caches anything at all."""
 
 
 class KvPool:
@@ -41,7 +44,7 @@ class KvPool:
         memory: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """windows: the group of the layers with a window, if these have a separate pool.
-        layers: how many layers the pool holds; None for all that are not in `windows`.
+        layers: how many layers the pool holds; None for all that attend and are not in `windows`.
         memory: allocates the pool, uint8[bytes]; None for torch's allocator.
         """
         self.num_pages = num_pages
@@ -51,8 +54,9 @@ class KvPool:
             local = window_layers(config)
             self.windows = KvPool(config, windows.num_pages, page_size, device, dtype, layers=local)
             layers = config.num_layers - local
+        layers = len(config.attention_layers) if layers is None else layers
         slots = (num_pages + 1) * page_size
-        shape = (config.num_layers if layers is None else layers, 2, slots, config.num_kv_heads, config.head_dim)
+        shape = (layers, 2, slots, config.num_kv_heads, config.head_dim)
         if memory is None:
             self.tensor = torch.empty(shape, device=device, dtype=dtype)
         else:
@@ -126,6 +130,17 @@ def choose_swa_pool(config: ModelConfig, num_pages: int, page_size: int, ratio: 
     return WindowGroup(window, pages)
 
 
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """The device memory of recurrent states.
+
+    fixed_bytes: what they take however large the KV pool is. ratio: what checkpoints take per byte of the KV pool.
+    """
+
+    fixed_bytes: int
+    ratio: float
+
+
 def choose_num_pages(
     config: ModelConfig,
     *,
@@ -137,6 +152,7 @@ def choose_num_pages(
     sharing: int = 1,
     window_ratio: float = 0.0,
     draft_bytes_per_token: int = 0,
+    states: StateBytes | None = None,
 ) -> int:
     """Return how many usable pages the pool gets.
 
@@ -144,7 +160,7 @@ def choose_num_pages(
     the share `1 - mem_fraction_static` of all its memory, which is left to activations (SGLang's rule); a CPU gives a
     modest fixed amount. Of either, `sharing` processes on the same device get equal parts. window_ratio: the layers
     with a window keep only this part of the tokens, 0 for all. draft_bytes_per_token: of a pool with as many pages,
-    such as the draft model's.
+    such as the draft model's. states: the memory of recurrent states, None for a model without.
 
     Raises ConfigError if not even one page fits.
     """
@@ -153,18 +169,54 @@ def choose_num_pages(
         local = per_token * window_layers(config) // config.num_layers
         per_token = max(per_token - local + int(local * window_ratio), 1)
     per_token += draft_bytes_per_token
-    if max_total_tokens is None:
+    if max_total_tokens is None and states is not None:
+        max_total_tokens = _default_tokens(
+            int(per_token * (1 + states.ratio)), device, mem_fraction_static, sharing, states.fixed_bytes
+        )
+    elif max_total_tokens is None:
         max_total_tokens = _default_tokens(per_token, device, mem_fraction_static, sharing)
     num_pages = max_total_tokens // page_size
     if num_pages < 1:
         raise ConfigError(
             f"the KV pool would hold {max_total_tokens} tokens, less than one page of {page_size};"
             " raise max_total_tokens or mem_fraction_static"
+            + ("" if states is None else ", or lower max_running_requests, each of which has a recurrent state")
         )
     return num_pages
 
 
-def _default_tokens(per_token: int, device: torch.device, mem_fraction_static: float, sharing: int) -> int:
+def choose_state_pool(
+    slot_bytes: int, kv_bytes: int, pool_rows: int, *, max_slots: int | None, ratio: float, track_interval: int
+) -> StateGroup:
+    """Return the group of the layers with a recurrent state, where one slot takes `slot_bytes`.
+
+    max_slots: all slots, working ones of the `pool_rows` rows among them (SGLang's max_mamba_cache_size); None for
+    checkpoints of `ratio` times the `kv_bytes` of the KV pool (SGLang's mamba_full_memory_ratio) and no fewer than
+    MIN_CHECKPOINTS. Without a ratio there are none.
+    """
+    if track_interval < 1:
+        raise ConfigError(f"mamba_track_interval is {track_interval}; it must be at least 1")
+    if max_slots is not None and max_slots < pool_rows:
+        raise ConfigError(
+            f"max_mamba_cache_size is {max_slots}; {pool_rows} running requests need a slot each, so raise it or lower "
+            "max_running_requests"
+        )
+    if not ratio:
+        checkpoints = 0
+    elif max_slots is not None:
+        checkpoints = max_slots - pool_rows
+    else:
+        checkpoints = max(int(ratio * kv_bytes / slot_bytes), MIN_CHECKPOINTS)
+    logger.info(
+        "recurrent states: %d checkpoints and %d working slots of %.1f MiB", checkpoints, pool_rows, slot_bytes / 2**20
+    )
+    return StateGroup(checkpoints, slot_bytes, track_interval)
+
+
+def _default_tokens(
+    per_token: int, device: torch.device, mem_fraction_static: float, sharing: int, taken: int = 0
+) -> int:
+    """`taken`: bytes of the device that are not for the pool. A CPU gives them as they are used, out of the rest."""
     if device.type == "cuda":
         if not 0.0 < mem_fraction_static <= 1.0:
             raise ConfigError(f"mem_fraction_static is {mem_fraction_static}; it must be above 0 and at most 1")
@@ -174,8 +226,8 @@ def _default_tokens(per_token: int, device: torch.device, mem_fraction_static: f
         if sharing > 1:
             # Other ranks may not have loaded yet, so take a share of the total, not of what is free.
             own = all_bytes * mem_fraction_static / sharing - torch.cuda.memory_reserved(device)
-            return max(0, int(min(own, free_bytes))) // per_token
-        return max(0, int(free_bytes - all_bytes * (1.0 - mem_fraction_static))) // per_token
+            return max(0, int(min(own, free_bytes)) - taken) // per_token
+        return max(0, int(free_bytes - all_bytes * (1.0 - mem_fraction_static)) - taken) // per_token
     tokens = min(CPU_DEFAULT_TOKENS, CPU_DEFAULT_BYTES // per_token) // sharing
     logger.info(
         "KV pool: %d tokens (%.0f MiB), the default on a CPU; set max_total_tokens to change it",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.base import ConfigError, ExecutorInfo, StateGroup
 from tokenyard.executor.backend_choice import (
     BITS_ON_LOAD,
     BackendChoice,
@@ -29,7 +29,14 @@ from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
 from tokenyard.executor.hf_hub import resolve_model_path
-from tokenyard.executor.kv_pool import KvPool, choose_num_pages, choose_swa_pool, kv_bytes_per_token
+from tokenyard.executor.kv_pool import (
+    KvPool,
+    StateBytes,
+    choose_num_pages,
+    choose_state_pool,
+    choose_swa_pool,
+    kv_bytes_per_token,
+)
 from tokenyard.executor.lora_manager import LoraManager, LoraMemoryPool, TorchLoraPool
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
@@ -39,6 +46,7 @@ from tokenyard.executor.models.stacked_params import checkpoint_weights, cut_out
 from tokenyard.executor.native.lora import NativeLoraPool
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.runner import ModelExecutor
+from tokenyard.executor.state_pool import StatePool, state_bytes
 from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, Weights, read_json
 
 logger = logging.getLogger(__name__)
@@ -72,6 +80,7 @@ class LoadOptions:
     disable_cuda_graph: turns the capture of decode steps off.
     cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
     swa_full_tokens_ratio: see choose_swa_pool; divided models keep all tokens in all layers.
+    max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see choose_state_pool.
     draft_tokens: the most drafts of a row in one step; 0 for none.
     draft_model: the model that drafts; "" for prompt lookup.
     lora_slots: the most LoRA adapters in a step; 0 for none.
@@ -98,6 +107,9 @@ class LoadOptions:
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     swa_full_tokens_ratio: float = 0.0
+    max_mamba_cache_size: int | None = None
+    mamba_full_memory_ratio: float = 0.9
+    mamba_track_interval: int = 256
     draft_tokens: int = 0
     draft_model: str = ""
     lora_slots: int = 0
@@ -126,6 +138,8 @@ def load_executor(
     target, sharing = _prepare_device(given, part)
     folder = resolve_model_path(model_path)
     config = whole = read_folder_config(folder)
+    if whole.delta_net is not None:
+        refuse_with_states(given, part)
     if part is not None:
         config, given = part.config(whole), replace(given, model_impl=layers_only(part, given.model_impl))
     kind = choose_dtype(given.dtype, target, config)
@@ -149,6 +163,7 @@ def load_executor(
         mem_fraction_static=given.mem_fraction_static,
         sharing=sharing,
         window_ratio=ratio,
+        states=_state_bytes(config, given, kind),
     )
     info = ExecutorInfo(
         model=model_path,
@@ -164,6 +179,7 @@ def load_executor(
         kernels=choice.kernels,
         adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
         windows=choose_swa_pool(config, num_pages, given.page_size, ratio),
+        states=_choose_states(config, given, kind, num_pages),
     )
     if part is not None:
         info = part.agree(info)
@@ -181,7 +197,59 @@ def load_executor(
         return ModelDrafter(given.draft_tokens, make_model(*draft_layers, draft_pool, pages), draft_pool, pages, choose)
 
     sampling_backend = make_sampling_backend(choice, config)
-    return make(model, pool, pages, info, target, drafter if given.draft_tokens else None, sampling_backend, adapters)
+    return make(
+        *(model, pool, pages, info, target, drafter if given.draft_tokens else None, sampling_backend, adapters),
+        _make_states(config, info, target, kind),
+    )
+
+
+def refuse_with_states(given: LoadOptions, part: ModelPartition | None) -> None:
+    """Raise ConfigError for what does not work with layers that have a recurrent state."""
+    reasons = {
+        "speculation: a refused draft would have to be taken out of the state; start without it": given.draft_tokens,
+        "LoRA adapters; start without --enable-lora": given.lora_slots,
+        "--tp-size, --pp-size and --enable-dp-attention; start without them": part is not None,
+    }
+    for reason, wanted in reasons.items():
+        if wanted:
+            raise ConfigError(f"models with recurrent states (gated delta net) do not support {reason}")
+
+
+def _state_bytes(config: ModelConfig, given: LoadOptions, dtype: torch.dtype) -> StateBytes | None:
+    """What recurrent states take of the memory; None for a model without."""
+    if config.delta_net is None:
+        return None
+    sized = given.max_mamba_cache_size
+    slots = given.max_pool_rows if sized is None or not given.mamba_full_memory_ratio else sized
+    return StateBytes(
+        slots * state_bytes(config.delta_net, dtype), given.mamba_full_memory_ratio if sized is None else 0.0
+    )
+
+
+def _choose_states(config: ModelConfig, given: LoadOptions, dtype: torch.dtype, num_pages: int) -> StateGroup | None:
+    if config.delta_net is None:
+        return None
+    return choose_state_pool(
+        state_bytes(config.delta_net, dtype),
+        num_pages * given.page_size * kv_bytes_per_token(config, dtype),
+        given.max_pool_rows,
+        max_slots=given.max_mamba_cache_size,
+        ratio=given.mamba_full_memory_ratio,
+        track_interval=given.mamba_track_interval,
+    )
+
+
+def _make_states(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> StatePool | None:
+    if config.delta_net is None or info.states is None:
+        return None
+    slots = info.max_pool_rows + info.states.num_slots
+    try:
+        return StatePool(config.delta_net, slots, device, dtype)
+    except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no special error for it
+        raise ConfigError(
+            f"{slots} recurrent states take {slots * info.states.slot_bytes / 2**30:.1f} GiB, more than {device} has "
+            "free; lower max_running_requests or mamba_full_memory_ratio"
+        ) from error
 
 
 def _prepare_device(given: LoadOptions, part: ModelPartition | None) -> tuple[torch.device, int]:
@@ -243,6 +311,8 @@ def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_l
         return None
     draft_folder = resolve_model_path(draft_model)
     found = read_folder_config(draft_folder)
+    if found.delta_net is not None:
+        raise ConfigError(f"the draft model {draft_model} has recurrent states, from which drafts cannot be taken back")
     if found.vocab_size != config.vocab_size:
         raise ConfigError(
             f"the draft model {draft_model} has {found.vocab_size} tokens, and the model {config.vocab_size}; a draft "

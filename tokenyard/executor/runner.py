@@ -27,6 +27,7 @@ from tokenyard.executor.sampling.logprobs import (
 )
 from tokenyard.executor.sampling.sampler import Sampler
 from tokenyard.executor.sampling.top_k_top_p import SamplingBackend, mark_nan, unmark_nan
+from tokenyard.executor.state_pool import StatePool
 
 
 @dataclass(slots=True)
@@ -66,9 +67,10 @@ class ModelExecutor:
         drafter: Callable[[Choose], Drafter] | None = None,
         sampling_backend: SamplingBackend | None = None,
         adapters: LoraManager | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """Start with free rows. drafter: makes the drafter, given the sampler's `guess`; None for no drafts.
-        sampling_backend: None to sample by torch.
+        sampling_backend: None to sample by torch. states: None for a model without recurrent states.
         """
         self.info = info
         self.kv_pool = pool
@@ -76,6 +78,7 @@ class ModelExecutor:
         self._device = device
         self._copies = HostCopies(device)
         self._adapters = adapters
+        self._states = states
         self.pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
         self._unsampled = DelayedSamplingRows(info.max_pool_rows)
@@ -169,7 +172,9 @@ class ModelExecutor:
             self._adapters.drop(adapter)
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Say where the KV of pages lies; see Executor."""
+        """Say where the KV of pages lies; see Executor. Raises ConfigError for a model with recurrent states."""
+        if self._states is not None:
+            raise ConfigError("KV of models with recurrent states cannot be moved; start without --disaggregation-mode")
         return self.kv_pool.pieces(pages)
 
     def device_blocks(self) -> DeviceBlocks:
@@ -178,7 +183,7 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        for name in ("kv_pool", "model", "pages", "_future", "sampler", "_adapters", "drafter"):
+        for name in ("kv_pool", "model", "pages", "_future", "sampler", "_adapters", "drafter", "_states"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -190,6 +195,8 @@ class ModelExecutor:
             return
         batch = build_batch(plan, self.pages)
         batch.token_ids = self._inputs(plan, batch)
+        if self._states is not None:
+            batch.states = self._states.prepare(plan)
         if self._adapters is not None:
             self._adapters.begin(plan)
         logits = self.model.step(batch)

@@ -113,8 +113,9 @@ def _plain_name(stored: str) -> str:
 
 
 def _is_known(name: str) -> bool:
-    """Whether a tensor is skipped on purpose: a table that is computed, or part of a vision encoder."""
-    return name.endswith("inv_freq") or "vision_tower." in name or "multi_modal_projector." in name
+    """Whether a tensor is skipped on purpose: a computed table, a part of a vision encoder or of a draft head."""
+    towers = "vision_tower.", "multi_modal_projector.", "visual."
+    return name.endswith("inv_freq") or name.startswith("mtp.") or any(tower in name for tower in towers)
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.models.config import ModelConfig, MoeConfig
+from tokenyard.executor.models.config import DeltaNetConfig, ModelConfig, MoeConfig
 
 RawConfig = Mapping[str, Any]
 
@@ -62,6 +62,42 @@ def _qwen3_moe(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     # Unlike Qwen3, every layer has the window, if any.
     windows = _layer_windows({**raw, "layer_types": None}, _qwen_window(raw), full_layers=0)
     return replace(_qwen3(config, raw), experts=experts, windows=windows)
+
+
+def _qwen3_next(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Qwen3-Next and Qwen3.5: most layers have a gated delta net, the others attention with an output gate."""
+    layers = _layers(raw)
+    every = int(raw.get("full_attention_interval") or 4)
+    kinds = raw.get("layer_types") or [
+        "full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in layers
+    ]
+    if len(kinds) != len(layers) or set(kinds) - {"full_attention", "linear_attention"}:
+        raise ConfigError(
+            f"config.json: layer_types must name full_attention or linear_attention for {len(layers)} layers"
+        )
+    if "full_attention" not in kinds:
+        raise ConfigError("config.json: layer_types names no full_attention; a model needs one such layer at least")
+    key_heads, value_heads = positive(raw, "linear_num_key_heads"), positive(raw, "linear_num_value_heads")
+    if value_heads % key_heads:
+        raise ConfigError(f"config.json: {value_heads} value heads cannot share {key_heads} key heads evenly")
+    net = DeltaNetConfig(
+        layers=frozenset(layer for layer in layers if kinds[layer] == "linear_attention"),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=positive(raw, "linear_key_head_dim"),
+        value_dim=positive(raw, "linear_value_head_dim"),
+        kernel=positive(raw, "linear_conv_kernel_dim"),
+    )
+    bias = bool(raw.get("attention_bias", False))
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        norm_offset=1.0,
+        output_gate=True,
+        delta_net=net if net.layers else None,
+    )
 
 
 def _phi3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -160,6 +196,7 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen3_5ForCausalLM": _qwen3_next,
     "Phi3ForCausalLM": _phi3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
@@ -174,12 +211,22 @@ _GEMMA: RawConfig = {
     "query_pre_attn_scalar": 256,
     "eos_token_id": 1,
 }
+_DELTA_NET: RawConfig = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 DEFAULTS: dict[str, RawConfig] = {
     "LlamaForCausalLM": {"eos_token_id": 2},
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
     "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "Qwen3_5ForCausalLM": {**_DELTA_NET, "num_key_value_heads": 4},
     "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "eos_token_id": 32_000},
     "Gemma2ForCausalLM": {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     # The files of the larger models omit the fields that these models have in common.
@@ -214,12 +261,11 @@ STATES_SCALED_CONTEXT = frozenset({"Gemma3ForCausalLM"})
 """Families whose max_position_embeddings holds the context after scaling, whatever the kind of rope."""
 
 _NO_POOL = "in the place of keys and values, which the KV pool cannot hold"
-_DELTA_NET = f"most of its layers keep a state (gated delta net) {_NO_POOL}"
 _LATENT = f"its attention keeps one latent vector a token (MLA) {_NO_POOL}"
 _STATES = f"its layers keep states {_NO_POOL}"
 _UNEQUAL = "its layers have keys and values of unequal shapes or share them, and the KV pool has one shape"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen3_6", "Qwen3_6Moe"), _DELTA_NET),
+    **dict.fromkeys(("Qwen3Next", "Qwen3_5Moe"), "its experts are not built; Qwen3.5's dense models are"),
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "DeepseekV32", "KimiK25", "Glm4MoeLite", "MiniCPM3"), _LATENT),
     **dict.fromkeys(("Mamba", "Mamba2", "FalconH1", "Jamba", "Bamba", "GraniteMoeHybrid", "NemotronH"), _STATES),
     **dict.fromkeys(("Gemma4", "Gemma3n"), _UNEQUAL),

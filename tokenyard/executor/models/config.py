@@ -45,6 +45,7 @@ class MoeConfig:
     normed: whether the weights of the chosen experts sum to one.
     layers: the layers that have experts; the others have an MLP.
     bias: whether router and experts have biases.
+    shared_size: intermediate size of an expert that every token goes to, gated by a sigmoid; 0 for none.
     """
 
     count: int
@@ -53,6 +54,30 @@ class MoeConfig:
     normed: bool
     layers: frozenset[int]
     bias: bool = False
+    shared_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Layers with a gated delta net, and so with a recurrent state, in the place of attention.
+
+    layers: their numbers in the model.
+    key_heads, value_heads: heads of queries and keys, and of values; each of the first serves several of the second.
+    key_dim, value_dim: sizes of these heads.
+    kernel: tokens that the convolution sees, the own one included.
+    """
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Numbers per token that the convolution takes: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +93,9 @@ class ModelConfig:
     gate_limit: the limit of clamped_swiglu.
     norm_offset: added to weights of norms.
     post_norms: whether a norm follows the attention and another one the MLP.
+    output_gate: whether a sigmoid gates what attention finds, by numbers that q_proj gives after those of each head.
     experts: None for a model without.
+    delta_net: None for a model whose layers all attend.
     has_embedding, has_lm_head: a pipeline stage without embedding takes hidden states; one without head returns them.
     vocab_part: how many rows of embedding and head this rank has where ranks share them, 0 for all.
     eos_token_ids, dtype, quantization: what the checkpoint declares; dtype is "" where it declares none.
@@ -101,7 +128,9 @@ class ModelConfig:
     norm_offset: float = 0.0
     post_norms: bool = False
     embedding_scale: float = 1.0
+    output_gate: bool = False
     experts: MoeConfig | None = None
+    delta_net: DeltaNetConfig | None = None
     has_embedding: bool = True
     has_lm_head: bool = True
     vocab_part: int = 0
@@ -112,7 +141,13 @@ class ModelConfig:
     @property
     def kv_values_per_token(self) -> int:
         """Numbers that the KV pool stores for one token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend and so have KV."""
+        others = self.delta_net.layers if self.delta_net is not None else ()
+        return tuple(layer for layer in range(self.num_layers) if layer not in others)
 
     @property
     def score_scale(self) -> float:

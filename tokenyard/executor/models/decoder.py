@@ -7,6 +7,7 @@ import torch
 
 from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.layers.delta_net import DeltaNetWeights, GatedDeltaNet
 from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
 from tokenyard.executor.layers.mlp import GatedMlp, SparseMoe, gating
@@ -53,8 +54,9 @@ class Decoder:
         }
         self._layers = [_Layer(config, weights, index, tp_comm, make_experts) for index in range(config.num_layers)]
         self._hidden_like = weights.get("model.layers.0.input_layernorm.weight", (config.hidden_size,))
+        windows = tuple(config.windows[layer] for layer in config.attention_layers)
         self.attention_spec = AttentionSpec(
-            config.windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
+            windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
         )
         if not config.has_lm_head:
             return
@@ -124,8 +126,6 @@ class _Layer:
     ) -> None:
         prefix = f"model.layers.{index}"
         self._index = index
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._head_dim = config.head_dim
         self._attention_norm = _norm(config, weights, f"{prefix}.input_layernorm")
         names = norm_names(config)
         self._mlp_norm = _norm(config, weights, f"{prefix}.{names.before_mlp}")
@@ -133,25 +133,18 @@ class _Layer:
             _norm(config, weights, f"{prefix}.{names.after_attention}") if config.post_norms else None
         )
         self._after_mlp = _norm(config, weights, f"{prefix}.{names.after_mlp}") if names.after_mlp else None
-        self._qk_norm = _qk_norm(config, weights, f"{prefix}.self_attn") if config.qk_norm else None
-        hidden = config.hidden_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._qkv: Product = _fused(
-            weights,
-            {f"{prefix}.self_attn.{name}_proj": size for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))},
-            hidden,
-            config.qkv_bias,
-        )
-        output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
+        self._attention: _Attention | None = None
+        if index in config.attention_layers:
+            self._attention = _Attention(config, weights, index, tp_comm)
+        self._mixer: _Attention | _DeltaNet = self._attention or _DeltaNet(config, weights, index)
         mlp = _mlp(config, weights, index, make_experts)
-        self._output: Product = output if tp_comm is None else tp_comm.output(output)
         self._mlp: Product = mlp if tp_comm is None else tp_comm.mlp(mlp)
         self._gated = mlp if isinstance(mlp, GatedMlp) else None
-        self._kernels: FusedKernels | None = None
 
     def fuse(self, kernels: FusedKernels) -> None:
         """See `Decoder.fuse`."""
-        self._kernels = kernels
+        if self._attention is not None:
+            self._attention.fuse(kernels)
         for norm in (self._attention_norm, self._mlp_norm, self._after_attention, self._after_mlp):
             if norm is not None:
                 norm.fuse(kernels)
@@ -164,7 +157,8 @@ class _Layer:
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
         """See `Decoder.adapt`."""
-        self._qkv, self._output = change(self._index, "qkv", self._qkv), change(self._index, "output", self._output)
+        if self._attention is not None:
+            self._attention.adapt(change)
         if isinstance(self._mlp, GatedMlp):
             self._mlp.gate_up = change(self._index, "gate_up", self._mlp.gate_up)
             self._mlp.down = change(self._index, "down", self._mlp.down)
@@ -184,27 +178,93 @@ class _Layer:
             normed = self._attention_norm(x)
         else:
             x, normed = self._attention_norm.plus(x, found)
-        found = self._attend(normed, cos_sin, batch, attention)
+        found = self._mixer(normed, cos_sin, batch, attention)
         if self._after_attention is not None:
             found = self._after_attention(found)
         x, normed = self._mlp_norm.plus(x, found)
         found = self._mlp(normed)
         return x, found if self._after_mlp is None else self._after_mlp(found)
 
-    def _attend(
+
+class _Attention:
+    """Grouped-query attention of one layer: `_index` is its number in the model, `_place` among those with KV."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, tp_comm: TensorParallelComm | None) -> None:
+        prefix = f"model.layers.{index}.self_attn"
+        self._index, self._place = index, config.attention_layers.index(index)
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        self._head_dim, self._gated = config.head_dim, config.output_gate
+        self._qk_norm = _qk_norm(config, weights, prefix) if config.qk_norm else None
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
+        if self._gated:
+            sizes[f"{prefix}.q_proj"] *= 2
+        weight, bias = fused_parts(weights, sizes, config.hidden_size, config.qkv_bias)
+        if self._gated:
+            weight = _gates_last(weight, config.num_heads, config.head_dim)
+            bias = None if bias is None else _gates_last(bias, config.num_heads, config.head_dim)
+        self._qkv: Product = Linear(weight, bias)
+        output = _fused(weights, {f"{prefix}.o_proj": config.hidden_size}, q_size, config.output_bias)
+        self._output: Product = output if tp_comm is None else tp_comm.output(output)
+        self._kernels: FusedKernels | None = None
+
+    def fuse(self, kernels: FusedKernels) -> None:
+        """See `Decoder.fuse`."""
+        self._kernels = kernels
+
+    def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
+        """See `Decoder.adapt`."""
+        self._qkv, self._output = change(self._index, "qkv", self._qkv), change(self._index, "output", self._output)
+
+    def __call__(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
         qkv = self._qkv(x).view(len(x), -1, self._head_dim)
+        if not self._gated:
+            return self._output(self._attend(qkv, cos_sin, batch, attention))
+        qkv, gate = qkv[:, : -self._heads], qkv[:, -self._heads :]
+        return self._output(self._attend(qkv.contiguous(), cos_sin, batch, attention) * gate.flatten(1).sigmoid())
+
+    def _attend(
+        self, qkv: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
+    ) -> torch.Tensor:
         if self._kernels is not None:
             weight, eps = (None, 0.0) if self._qk_norm is None else (self._qk_norm.weight, self._qk_norm.eps)
-            return self._output(self._kernels.attend(self._index, qkv, weight, eps, cos_sin, batch))
+            return self._kernels.attend(self._place, qkv, weight, eps, cos_sin, batch)
         rotated = self._heads + self._kv_heads
         qk = qkv[:, :rotated]
         if self._qk_norm is not None:
             qk = self._qk_norm(qk)
         qk = rotate(qk, cos_sin)
-        found = attention.forward(self._index, qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:], batch)
-        return self._output(found)
+        return attention.forward(self._place, qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:], batch)
+
+
+class _DeltaNet:
+    """A gated delta net, which takes what attention takes."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
+        net, prefix = config.delta_net, f"model.layers.{index}.linear_attn"
+        assert net is not None
+        values = net.value_heads * net.value_dim
+        inputs = {"qkv": net.channels, "z": values, "b": net.value_heads, "a": net.value_heads}
+        found = DeltaNetWeights(
+            inputs=_fused(
+                weights, {f"{prefix}.in_proj_{name}": size for name, size in inputs.items()}, config.hidden_size, False
+            ),
+            conv=weights.get(f"{prefix}.conv1d.weight", (net.channels, 1, net.kernel)).squeeze(1).T.contiguous(),
+            log_decay=weights.get(f"{prefix}.A_log", (net.value_heads,)).float(),
+            step_bias=weights.get(f"{prefix}.dt_bias", (net.value_heads,)).float(),
+            norm=weights.get(f"{prefix}.norm.weight", (net.value_dim,)),
+            output=_fused(weights, {f"{prefix}.out_proj": config.hidden_size}, values, False),
+        )
+        self._net = GatedDeltaNet(net, sorted(net.layers).index(index), found, config.norm_eps)
+
+    def __call__(
+        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self._net(x, batch)
 
 
 def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeExperts) -> GatedMlp | Product:
@@ -265,6 +325,12 @@ def _qk_norm(config: ModelConfig, weights: Weights, prefix: str) -> RMSNorm:
     q = weights.get(f"{prefix}.q_norm.weight", (config.head_dim,)).expand(config.num_heads, -1)
     k = weights.get(f"{prefix}.k_norm.weight", (config.head_dim,)).expand(config.num_kv_heads, -1)
     return RMSNorm(torch.cat((q, k)), config.norm_eps, config.norm_offset)
+
+
+def _gates_last(rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """Move the output gates to the end of the rows of q, k and v; a checkpoint has them after each head's query."""
+    both = rows[: 2 * heads * head_dim].reshape(heads, 2, head_dim, *rows.shape[1:])
+    return torch.cat((both[:, 0].flatten(0, 1), rows[2 * heads * head_dim :], both[:, 1].flatten(0, 1)))
 
 
 def _fused(weights: Weights, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:

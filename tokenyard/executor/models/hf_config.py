@@ -17,6 +17,14 @@ MAX_LAYERS = 10_000
 """Far beyond any model; a damaged file must not keep the loader busy for ever."""
 
 
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+}
+"""The language model of each architecture that also reads images."""
+OUTER_FIELDS = ("eos_token_id", "quantization_config", "dtype", "torch_dtype")
+
+
 def read_model_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelConfig:
     """Describe the model that `raw` (a config.json) declares; `generation` is its generation_config.json, if any.
 
@@ -75,10 +83,13 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
 
 def _text_part(raw: RawConfig) -> RawConfig:
     """Return the language model's config of a checkpoint that also reads images, which are not supported here."""
-    if "Gemma3ForConditionalGeneration" not in (raw.get("architectures") or []):
+    names = raw.get("architectures") or []
+    text = next((TEXT_PARTS[name] for name in names if name in TEXT_PARTS), "")
+    if not text:
         return raw
-    outer = {key: raw[key] for key in ("eos_token_id", "quantization_config", "dtype", "torch_dtype") if key in raw}
-    return {**outer, **raw["text_config"], "architectures": ["Gemma3ForCausalLM"]}
+    outer = {key: raw[key] for key in OUTER_FIELDS if key in raw}
+    tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
+    return {**outer, **raw["text_config"], **tied, "architectures": [text]}
 
 
 def _architecture(raw: RawConfig) -> str:

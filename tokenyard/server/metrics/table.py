@@ -58,6 +58,8 @@ ENGINE = (
     _gauge("lora_slots_claimed", "LoRA slots that are being freed for a waiting adapter"),
     _gauge("window_kv_tokens", "capacity of the KV pool of sliding-window layers in tokens"),
     _gauge("window_kv_used_tokens", "KV tokens of running requests in the pool of sliding-window layers"),
+    _gauge("state_slots", "checkpoints of recurrent states that fit"),
+    _gauge("state_slots_used", "checkpoints of recurrent states that are kept"),
     _gauge("step_time_error_ratio", "mean relative error of the online cost model, measured before each update"),
     _counter("requests_total", "finished requests", "finished_reason"),
     _counter("prompt_tokens_total", "prompt tokens of finished requests"),

@@ -1,0 +1,194 @@
+"""Models whose layers keep a recurrent state, against transformers, under any schedule."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.executor.driver import Driver
+from tests.executor.tiny_models import DEVICE, STATE_CASES, greedy, logits, prompt_of
+from tests.scheduler.harness import Yard
+from tokenyard.base import ConfigError, LogprobOptions, Pause, Resume, SamplingParams, SchedulerSettings
+from tokenyard.executor.layers.delta_net import causal_conv, delta_chunks, delta_step
+from tokenyard.executor.model_loader import load_executor
+
+TOKENS = 9
+BACKENDS = ["gather", "auto"] if DEVICE == "cpu" else ["auto"]
+
+
+def load(folder, case, **options):
+    sizes = {"page_size": 4, "max_total_tokens": 180, "max_pool_rows": 9, "mamba_track_interval": 8}
+    return load_executor(folder(case), device=DEVICE, dtype="float32", **sizes | options)
+
+
+def yard_of(executor, **fields):
+    settings = SchedulerSettings(
+        page_size=executor.info.page_size,
+        max_running_requests=6,
+        context_length=200,
+        schedule_conservativeness=0.01,
+        clip_max_new_tokens=1,
+        **{"chunked_prefill_size": 16, "enable_mixed_chunk": True} | fields,
+    )
+    return Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
+
+
+@pytest.mark.parametrize("case", STATE_CASES)
+@pytest.mark.parametrize("chunks", [(), (1, 2), (64,), (3, 64, 1), (63, 65)])
+def test_logits_do_not_depend_on_where_a_prompt_is_cut(folder, case, chunks):
+    driver, prompt = Driver(load(folder, case)), prompt_of(141, seed=2)
+    sequence = driver.start(prompt)
+    for count in chunks:
+        driver.step((sequence, count))
+    _, _, ticket = driver.launch((sequence, None), delay=True)
+    torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("case", STATE_CASES)
+def test_greedy_tokens_are_those_of_transformers(folder, case, backend, depth):
+    """Chunked, cached, retracted, paused and several at a time, with a pool that evicts."""
+    yard = yard_of(load(folder, case, attention_backend=backend), max_in_flight=depth)
+    common = prompt_of(40, seed=7)
+    prompts = [common + prompt_of(3 + 4 * index, seed=index) for index in range(6)]
+    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, n=2)
+    numbers = [yard.submit(prompt, sampling=sampling) for prompt in prompts]
+    for step in range(1000):
+        if not yard.advance():
+            break
+        yard.check()
+        if step in (4, 9):
+            yard.apply(Pause("retract"))
+            yard.apply(Resume())
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert yard.tokens[number] == yard.tokens[number + 1] == greedy(case, prompt, TOKENS)
+    # The next turn continues at the last state that was saved in the first one.
+    turn = prompts[0] + yard.tokens[numbers[0]] + prompt_of(5, seed=50)
+    number = yard.submit(turn, max_new=TOKENS)
+    yard.run(depth)
+    assert yard.tokens[number] == greedy(case, turn, TOKENS)
+    counters = yard.scheduler.snapshot(0).counters
+    assert counters.hit_tokens > 40
+    assert counters.recomputed_tokens
+    assert yard.scheduler.idle() is None
+
+
+def test_log_probabilities_of_prompt_and_answer(folder):
+    driver, prompt = Driver(load(folder, "qwen3.5")), prompt_of(90, seed=4)
+    sequence = driver.start(prompt, logprobs=LogprobOptions(output=True, prompt_from=1))
+    answer = driver.generate(sequence, TOKENS, chunk=37)
+    expected = logits("qwen3.5", prompt + answer).log_softmax(-1)
+    found = {}
+    for entry in sequence.logprobs:
+        found |= {entry.position + place: value for place, value in enumerate(entry.logprobs)}
+    known = prompt + answer
+    assert sorted(found) == list(range(1, len(known)))
+    wanted = {position: expected[position - 1, known[position]].item() for position in found}
+    assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_the_recurrence_in_chunks_is_that_of_single_tokens():
+    """In float64, with decays from nearly none to nearly all, against the recurrence written down token by token."""
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    tokens, heads, key_dim, value_dim = 150, 3, 8, 5
+    queries, keys, values = (
+        random(tokens, heads, key_dim),
+        random(tokens, heads, key_dim),
+        random(tokens, heads, value_dim),
+    )
+    keys = torch.nn.functional.normalize(keys, dim=-1)
+    decay, strength = -random(tokens, heads).mul(3).exp(), random(tokens, heads).sigmoid()
+    state = begin = random(heads, key_dim, value_dim)
+    expected = []
+    for token in range(tokens):
+        state = state * decay[token].exp()[:, None, None]
+        for head in range(heads):
+            error = values[token, head] - keys[token, head] @ state[head]
+            state[head] += torch.outer(keys[token, head], strength[token, head] * error)
+        expected.append(torch.stack([queries[token, head] @ state[head] for head in range(heads)]))
+    inputs = queries, keys, values, decay, strength
+    found, end = delta_chunks(*inputs, begin)
+    torch.testing.assert_close(found, torch.stack(expected))
+    torch.testing.assert_close(end, state)
+    by_steps = begin[None].clone()
+    for token in range(tokens):
+        single = [column[token : token + 1] for column in inputs]
+        torch.testing.assert_close(delta_step(*single, by_steps)[0], expected[token])
+    torch.testing.assert_close(by_steps[0], state)
+
+
+def test_the_convolution_is_that_of_torch():
+    x, weights = torch.randn(20, 6), torch.randn(4, 6)
+    expected = torch.nn.functional.conv1d(x.T[None], weights.T[:, None], groups=6)[0].T
+    torch.testing.assert_close(causal_conv(x, weights), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"draft_tokens": 3}, "do not support speculation"),
+        ({"lora_slots": 2}, "do not support LoRA"),
+        ({"model_impl": "native"}, "does not compute gated delta nets"),
+        ({"quantization": "int8"}, "needs a native model"),
+        ({"deterministic": True}, "needs a native model"),
+        ({"max_mamba_cache_size": 8}, "9 running requests need a slot each"),
+        ({"mamba_track_interval": 0}, "mamba_track_interval is 0"),
+    ],
+)
+def test_what_does_not_work_with_states_is_refused(folder, options, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(folder, "qwen3.5", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_kv_of_a_model_with_states_is_not_moved(folder):
+    with pytest.raises(ConfigError, match="recurrent states cannot be moved"):
+        load(folder, "qwen3.5").pieces(torch.ones(1, dtype=torch.int32).numpy())
+
+
+def test_the_pools_hold_what_their_layers_need(folder):
+    executor = load(folder, "qwen3.5", max_mamba_cache_size=20)
+    assert len(executor.kv_pool.tensor) == 1, "one of five layers attends"
+    assert executor.info.states.num_slots == 20 - 9
+    # Four layers: 4 heads of 16 x 24 in float32, and three tokens of 2 * 2 * 16 + 4 * 24 channels.
+    assert executor.info.states.slot_bytes == 4 * (4 * 16 * 24 * 4 + 3 * 160 * 4)
+    assert load(folder, "qwen3.5", mamba_full_memory_ratio=0.0).info.states.num_slots == 0
+
+
+def test_the_text_part_of_a_vision_model(folder, tmp_path):
+    """As the released checkpoints are: their towers and the draft head stay unread."""
+    source = Path(folder("qwen3.5"))
+    tensors = load_file(source / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    tensors |= {"model.visual.blocks.0.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((source / "config.json").read_text())
+    del text["architectures"]
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    driver, prompt = Driver(load_executor(str(tmp_path), device=DEVICE, dtype="float32")), prompt_of(20, seed=1)
+    assert driver.generate(driver.start(prompt), TOKENS) == greedy("qwen3.5", prompt, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layer_types": ["linear_attention"] * 5}, "names no full_attention"),
+        ({"layer_types": ["sliding_attention"] * 5}, "must name full_attention or linear_attention for 5 layers"),
+        ({"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(folder, tmp_path, changes, says):
+    raw = json.loads((Path(folder("qwen3.5")) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ConfigError, match=says):
+        load_executor(str(tmp_path), device=DEVICE, dtype="float32")

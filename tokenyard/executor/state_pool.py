@@ -1,0 +1,97 @@
+"""The memory of recurrent states, and which of them a step reads and writes."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from tokenyard.base import StepPlan
+from tokenyard.executor.models.config import DeltaNetConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """Tokens of one row, `first` to `end` of the batch, computed in one go.
+
+    slot: the row's working state, which they continue unless `fresh`, as a row's first tokens do.
+    targets: slots of the state after them, the working one among them.
+    """
+
+    first: int
+    end: int
+    slot: int
+    fresh: bool
+    targets: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StateBatch:
+    """The states of one forward pass.
+
+    decode_slots: int64[decode_rows], the working slot of each row that decodes.
+    decode_saves: of these rows, which ones are saved, and the slots, both int64; None for none.
+    runs: those of the other rows.
+    """
+
+    pool: "StatePool"
+    decode_slots: torch.Tensor
+    decode_saves: tuple[torch.Tensor, torch.Tensor] | None
+    runs: list[StateRun]
+
+
+class StatePool:
+    """The states of all layers that have one: a slot for each pool row, then those of the checkpoints.
+
+    conv: [layers, slots, kernel - 1, channels], the last inputs of the convolution, in the dtype of the model.
+    recurrent: float32[layers, slots, value_heads, key_dim, value_dim].
+    """
+
+    def __init__(self, config: DeltaNetConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        layers = len(config.layers)
+        # Not torch.empty and zero_: a CPU gives a slot its memory when it is first written to.
+        self.conv = torch.zeros(layers, slots, config.kernel - 1, config.channels, device=device, dtype=dtype)
+        shape = (config.value_heads, config.key_dim, config.value_dim)
+        self.recurrent = torch.zeros(layers, slots, *shape, device=device, dtype=torch.float32)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states of one layer, by slot."""
+        return self.conv[index], self.recurrent[index]
+
+    def prepare(self, plan: StepPlan) -> StateBatch:
+        """Apply a plan's copies; return what its forward pass reads and writes."""
+        device = self.conv.device
+        if len(plan.state_copies):
+            sources, targets = torch.from_numpy(plan.state_copies.T.astype("int64")).to(device)
+            for states in (self.conv, self.recurrent):
+                states[:, targets] = states[:, sources]
+        saves: dict[int, list[tuple[int, int]]] = {}
+        for pool_row, position, slot in plan.state_saves.tolist():
+            saves.setdefault(pool_row, []).append((position, slot))
+        decodes, pool_rows = plan.decode_rows, plan.pool_rows.tolist()
+        kept = [(row, slot) for row in range(decodes) for _, slot in saves.get(pool_rows[row], ())] if saves else []
+        columns = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T.to(device)
+        return StateBatch(
+            pool=self,
+            decode_slots=torch.tensor(pool_rows[:decodes], dtype=torch.int64).to(device),
+            decode_saves=(columns[0], columns[1]) if kept else None,
+            runs=_runs(plan, saves),
+        )
+
+
+def state_bytes(config: DeltaNetConfig, dtype: torch.dtype) -> int:
+    """Bytes of one slot, over all layers."""
+    recurrent = config.value_heads * config.key_dim * config.value_dim * torch.float32.itemsize
+    return len(config.layers) * (recurrent + (config.kernel - 1) * config.channels * dtype.itemsize)
+
+
+def _runs(plan: StepPlan, saves: dict[int, list[tuple[int, int]]]) -> list[StateRun]:
+    """Cut the tokens of each row that does not decode where its state is saved."""
+    columns = (plan.pool_rows[plan.decode_rows :], plan.starts[plan.decode_rows :], plan.counts[plan.decode_rows :])
+    runs, first = [], plan.decode_rows
+    for pool_row, start, count in zip(*(column.tolist() for column in columns), strict=True):
+        own = saves.get(pool_row, ())
+        for begin, end in pairwise(sorted({start, start + count, *(position for position, _ in own)})):
+            targets = (pool_row, *(slot for position, slot in own if position == end))
+            runs.append(StateRun(first, first + end - begin, pool_row, begin == 0, targets))
+            first += end - begin
+    return runs
