@@ -14,6 +14,8 @@ from aiohttp import web
 from tests.router.fakes import FakeWorker, answer, parse_answer, routing
 from tokenyard.base import ConfigError
 from tokenyard.base.sessions import derived_session
+from tokenyard.cli.main import build_parser
+from tokenyard.cli.route import route
 from tokenyard.router import discovery
 from tokenyard.router.discovery import Discovery, DiscoverySource, read_file, ready_pods, resolve, sources
 from tokenyard.router.proxy import Router
@@ -661,3 +663,69 @@ def test_paths_with_dot_segments_go_to_no_worker(path):
             assert worker.asked == []
 
     run(main())
+
+
+class TestSeveralModels:
+    def test_an_unknown_model_and_none_are_refused_with_all_names(self):
+        async def main():
+            async with FakeWorker(models=("m",)) as a, FakeWorker(models=("n",)) as b, routing(a, b) as (_, client):
+                for fields, status, code in (
+                    ({}, 400, "model_required"),
+                    ({"model": "default"}, 400, "model_required"),
+                    ({"model": "x"}, 404, "model_not_found"),
+                ):
+                    got = await client.complete(**fields)
+                    assert (got.status, got.error) == (status, code)
+                    assert "'m', 'n'" in got.json["error"]["message"]
+                assert (await client.complete(model="n")).json
+                assert (await client.ask("POST", "/generate", {"text": "x"})).status == 200
+                assert not a.asked or not b.asked or len(a.asked) + len(b.asked) == 2
+
+        run(main())
+
+    def test_one_model_under_several_names_needs_none(self):
+        async def main():
+            names = ("m", "n")
+            async with FakeWorker(models=names) as a, FakeWorker(models=names) as b, routing(a, b) as (_, client):
+                assert (await client.complete()).status == 200
+                assert (await client.complete(model="alias")).status == 200
+
+        run(main())
+
+    def test_a_model_whose_engine_is_down_is_refused_soon_with_the_reason_while_others_answer(self):
+        async def main():
+            async with (
+                FakeWorker("a", models=("m",)) as a,
+                FakeWorker("b", models=("n",)) as b,
+                routing(a, b, unavailable_timeout_secs=0.3) as (_, client),
+            ):
+                await a.stop()
+                got = await client.complete(model="m")
+                assert (got.status, got.error) == (503, "model_unavailable")
+                assert "no healthy worker serves this model" in got.json["error"]["message"]
+                assert (await client.complete(model="n")).json == {"worker": "b"}
+
+        run(main())
+
+
+def test_refusals_of_control_paths_are_no_errors_of_requests():
+    async def main():
+        async with FakeWorker() as worker, routing(worker, api_key="k") as (router, client):
+            for _ in range(3):
+                assert (await client.ask("GET", "/workers")).status == 401
+            assert not router.metrics.errors
+            assert (await client.complete()).status == 401
+            assert router.metrics.errors == {"invalid_api_key": 1}
+
+    run(main())
+
+
+@pytest.mark.parametrize(("flags", "warns"), [((), True), (("--api-key", "k"), False), (("--host", "::1"), False)])
+def test_a_router_that_others_reach_without_a_key_warns(flags, warns, caplog, monkeypatch):
+    monkeypatch.setattr("tokenyard.router.process.run_all", lambda settings, run_one: None)
+    monkeypatch.setattr("tokenyard.cli.route.set_up_logging", lambda level, form: None)
+    words = ["route", "--host", "0.0.0.0", "--worker-urls", "http://127.0.0.1:1", *flags]
+    namespace = build_parser("route").parse_strictly(words)
+    with caplog.at_level("WARNING"):
+        route(namespace)
+    assert ("without --api-key" in caplog.text) == warns

@@ -12,6 +12,7 @@ import numpy as np
 import setproctitle
 
 from tokenyard.base import Int32Array, TokenyardError
+from tokenyard.base.cross_site import is_loopback
 from tokenyard.cli.flags import ENV_PREFIX, add_setting_flags, resolve_values, settings_of
 from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.router.request_features import Tokenize
@@ -46,6 +47,13 @@ def route(namespace: argparse.Namespace) -> int:
     settings = route_settings(vars(namespace))
     setproctitle.setproctitle("tokenyard: router")
     set_up_logging(settings.log_level, settings.log_format)
+
+    if not (settings.api_key or is_loopback(settings.host)):
+        log.warning(
+            "--host %s without --api-key: whoever reaches port %d may use the engines, and control them unless there is"
+            " an --admin-api-key",
+            *(settings.host, settings.port),
+        )
 
     def run_one(settings: RouterSettings, listener: socket.socket, announce: bool) -> None:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -5,7 +5,14 @@ from http import HTTPStatus
 import orjson
 
 from tokenyard.base import InvalidRequestError, TokenyardError
-from tokenyard.routing.dispatch import DEADLINE, NO_WORKER, QUEUE_FULL, QUEUE_TIMEOUT, WORKER_FAILED
+from tokenyard.routing.dispatch import (
+    DEADLINE,
+    MODEL_UNAVAILABLE,
+    NO_WORKER,
+    QUEUE_FULL,
+    QUEUE_TIMEOUT,
+    WORKER_FAILED,
+)
 
 RETRY_AFTER_S = 1
 ANTHROPIC_PATH, RESPONSES_PATH, OLLAMA_PATH = "/v1/messages", "/v1/responses", "/api/"
@@ -24,6 +31,7 @@ _REFUSALS = {
     QUEUE_FULL: (429, "the queue is full; try again later"),
     QUEUE_TIMEOUT: (503, "the request was queued and no worker had capacity; try again later"),
     DEADLINE: (503, "the request was queued and its deadline passed; try again later"),
+    MODEL_UNAVAILABLE: (503, "no healthy worker serves this model; try again later"),
     WORKER_FAILED: (502, "the worker failed in the middle of the answer"),
 }
 """HTTP status and message for each cause of the dispatch machine."""

@@ -29,6 +29,13 @@ DATA_PREFIXES = ("/v1/", "/api/")
 DATA_PATHS = frozenset(
     {"/generate", "/tokenize", "/detokenize", "/rerank", "/classify", "/encode", "/completion", "/close_session"}
 )
+NAMES_MODEL = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/chat", "/api/generate", "/api/embed"),
+    }
+)
+"""Paths whose body names a model."""
 MAX_HOPS = 8
 MAX_REQUEST_ID_CHARS = 128
 
@@ -68,9 +75,9 @@ class Router(DispatchDriver):
     def handle(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer a request of the router's own, or start an exchange with a worker, which is returned."""
         request.request_id = self._request_id(request)
+        if self._control.takes(request):
+            return self._answer(front, request)
         try:
-            if self._control.takes(request):
-                return self._control.answer(front, request)
             proxied = request.path in DATA_PATHS or request.path.startswith(DATA_PREFIXES)
             if not proxied or _DOT_SEGMENT.search(request.path):
                 what = f"there is nothing at this path: {request.method.decode()} {request.path}"
@@ -86,6 +93,14 @@ class Router(DispatchDriver):
             front.fail(error, request.path)
         return None
 
+    def _answer(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
+        """Answer a request of the router's own. What it refuses here is no error of a request for a model."""
+        try:
+            return self._control.answer(front, request)
+        except TokenyardError as refusal:
+            front.fail(refusal, request.path)
+        return None
+
     def _data(self, front: ClientConnection, request: ClientRequest) -> Exchange:
         """Start an exchange with a worker. Raises TokenyardError for a request that the router refuses."""
         check_access(request, self.settings, admin=is_admin_path(request.path))
@@ -96,6 +111,8 @@ class Router(DispatchDriver):
             raise RouterError(429, f"{most} requests are open, which is the limit; try again later", code="overloaded")
         self._check_loop(request)
         parsed = self._parsed(request)
+        if request.path in NAMES_MODEL and self.workers.of_several_models:
+            self._check_model(parsed.model)
         for rank in (parsed.rank, parsed.prefill_rank, parsed.decode_rank):
             if rank is not None and not self.workers.has_rank(rank):
                 raise RouterError(400, f"no worker has the rank {rank}", code="unknown_rank")
@@ -130,6 +147,17 @@ class Router(DispatchDriver):
             name = named_session(parsed.fields, lambda one: request.get(one.encode()).decode("latin-1"), lambda _: "")
         name = name or derived_session(conversation_of(parsed.fields))
         return short_session(tenant_session(parsed.tenant, name))
+
+    def _check_model(self, model: str) -> None:
+        """Raise RouterError (400, 404) unless a worker lists `model`: an engine's error would name only its own."""
+        if self.workers.lists(model):
+            return
+        names = ", ".join(map(repr, self.workers.base_models))
+        if not model or model == "default":
+            what = f"the request names no model; this router serves {names}"
+            raise RouterError(400, what, code="model_required", param="model")
+        what = f"the model {model[:256]!r} does not exist; this router serves {names}"
+        raise RouterError(404, what, code="model_not_found", param="model")
 
     def _check_loop(self, request: ClientRequest) -> None:
         """Raise RouterError (508) for a request that passed this router before, or more than `MAX_HOPS` routers."""

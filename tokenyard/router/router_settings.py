@@ -107,6 +107,9 @@ class RouterSettings:
     )
     queue_size: int = setting(1000, "queue", "maximum queued requests", ANY_COUNT)
     queue_timeout_secs: float = setting(60.0, "queue", "maximum time in the queue", SECONDS)
+    unavailable_timeout_secs: float = setting(
+        10.0, "queue", "maximum time in the queue while no worker for the model is healthy; 0: no limit", ANY_SECONDS
+    )
     queue_aging_secs: float = setting(
         10.0, "queue", "queueing time that raises the priority by one; 0: never", ANY_SECONDS
     )
@@ -190,6 +193,7 @@ class RouterSettings:
             dp_aware=self.dp_aware,
             queue_size=self.queue_size,
             queue_timeout_s=self.queue_timeout_secs,
+            unavailable_timeout_s=self.unavailable_timeout_secs,
             queue_aging_s=self.queue_aging_secs,
             tenant_weights=dict(_weights(self.tenant_weights)),
             max_retries=self.max_retries,

@@ -28,14 +28,15 @@ MAX_RETRY_TOKENS = 100.0
 BACKOFF_FACTOR, MAX_DOUBLINGS = 1.5, 16
 
 NO_WORKER, QUEUE_FULL, QUEUE_TIMEOUT, DEADLINE = "no_worker", "queue_full", "queue_timeout", "deadline"
-WORKER_FAILED = "worker_failed"
-CAUSES = (NO_WORKER, QUEUE_FULL, QUEUE_TIMEOUT, DEADLINE, WORKER_FAILED)
+WORKER_FAILED, MODEL_UNAVAILABLE = "worker_failed", "model_unavailable"
+CAUSES = (NO_WORKER, QUEUE_FULL, QUEUE_TIMEOUT, DEADLINE, WORKER_FAILED, MODEL_UNAVAILABLE)
 """Why a request is refused.
 
 no_worker: there are no workers at all.
 queue_full: the queue is full of requests that are at least as urgent, or a more urgent one took its place.
 queue_timeout: it was queued for too long.
 deadline: it was queued until its deadline passed.
+model_unavailable: no worker that serves its model was healthy for too long, or when it had been queued for too long.
 worker_failed: its stream was interrupted, and no worker could continue it in time.
 """
 
@@ -96,6 +97,7 @@ class PendingRequest(Generic[W]):
     interrupted_ns: since when its stream is interrupted; None if it is not.
     over: whether it has ended.
     waiting: its entry in the queue; None if it is not in the queue.
+    unserved_ns: since when it waits and no worker for its model is healthy; None while one is.
     retry_ns: when it is retried; None unless it waits for that.
     target: its target, or the last one; None before the first.
     tried: the targets that it was sent to since it last had to start over.
@@ -113,6 +115,7 @@ class PendingRequest(Generic[W]):
         self.interrupted_ns: int | None = None
         self.over = False
         self.waiting: QueueEntry[Any] | None = None
+        self.unserved_ns: int | None = None
         self.retry_ns: int | None = None
         self.target: Target[W] | None = None
         self.tried: set[Target[W]] = set()
@@ -338,11 +341,29 @@ class Dispatcher(Generic[W, R]):
                 request.retry_ns = None
                 actions += self.place(request, now)
         self._expire_assumed(now)
+        actions += self._unserved(now)
         now_s = now / NS_PER_S
         for entry in self.queue.expired(now_s):
             entry.item.waiting = None
-            actions.append(Refuse(entry.item, DEADLINE if entry.deadline_s <= now_s else QUEUE_TIMEOUT))
+            late = QUEUE_TIMEOUT if entry.item.unserved_ns is None else MODEL_UNAVAILABLE
+            actions.append(Refuse(entry.item, DEADLINE if entry.deadline_s <= now_s else late))
         return actions + self.serve(now)
+
+    def _unserved(self, now: int) -> list[Action[R]]:
+        """Refuse the queued requests for whose model no worker has been healthy for too long."""
+        refused: list[Action[R]] = []
+        limit_ns = self.settings.unavailable_timeout_s * NS_PER_S
+        for entry in list(self.queue):
+            request = entry.item
+            if self.workers.serves(request.facts.model):
+                request.unserved_ns = None
+            elif request.unserved_ns is None:
+                request.unserved_ns = now
+            elif 0 < limit_ns <= now - request.unserved_ns:
+                self.queue.remove(entry)
+                request.waiting = None
+                refused.append(Refuse(request, MODEL_UNAVAILABLE))
+        return refused
 
     # The choice.
 

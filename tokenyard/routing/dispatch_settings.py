@@ -16,6 +16,8 @@ class DispatchSettings:
     """Maximum number of queued requests."""
     queue_timeout_s: float = 60.0
     """Seconds from its arrival after which a queued request is refused."""
+    unavailable_timeout_s: float = 0.0
+    """Seconds without a healthy worker for its model after which a queued request is refused; 0: `queue_timeout_s`."""
     queue_aging_s: float = 10.0
     """Seconds in the queue that raise the priority of a request by one; 0: never."""
     tenant_weights: Mapping[str, float] = field(default_factory=dict)

@@ -319,6 +319,20 @@ class Workers(Generic[W]):
         """The base model that a request for `model` means, an adapter's for an adapter; "" where that is unknown."""
         return self._bases.get(model, self._only_base)
 
+    def serves(self, model: str) -> bool:
+        """Whether a worker that is healthy and does not drain may serve `model` ("" for any)."""
+        return bool(self._by_model.get(model) or self._serving(model))
+
+    @property
+    def of_several_models(self) -> bool:
+        """Whether workers serve different base models, and all of them say which."""
+        served = {worker.bases for worker in self._by_address.values()}
+        return len(served) > 1 and frozenset() not in served
+
+    def lists(self, model: str) -> bool:
+        """Whether a worker lists this name, as a base model or an adapter."""
+        return any(model in worker.models for worker in self._by_address.values())
+
     def named(self, model: str) -> str:
         """`model` where a worker lists it, else the only base model, "" without one."""
         return model if model in self._bases else self._only_base

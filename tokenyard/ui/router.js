@@ -8,6 +8,7 @@
   let secret = "";
   try { secret = sessionStorage.getItem(KEY_AT) || ""; } catch { /* none kept */ }
   const headers = () => (secret ? { authorization: `Bearer ${secret}` } : {});
+  let refused = null;
   const history = [];
   const targetSlots = new Map(), plots = {};
 
@@ -111,7 +112,8 @@
   }
   function makePlots() {
     plots.hits = plot($("chart-hits"), [{ label: "actual", color: slot(1) }, { label: "expected", color: slot(4), kind: "dash" }], { format: percent, range: () => [0, 1] });
-    plots.queue = plot($("chart-queue"), [{ label: "waiting", color: slot(2), kind: "area" }, { label: "mean first byte (ms)", color: slot(0) }], {});
+    plots.queue = plot($("chart-queue"), [{ label: "waiting", color: slot(2), kind: "area" }], {});
+    plots.first = plot($("chart-first"), [{ label: "mean first byte (ms)", color: slot(0) }], {});
   }
   function showPlots() {
     const last = history[history.length - 1];
@@ -123,7 +125,8 @@
     if (plots.targets) plots.targets.set([xs, ...plots.names.split(",").map((name) => series((m) => by(m, "worker_requests", "target")[name] ?? null))]);
     plots.hits.set([xs, series((m, place) => ratio("cached_tokens_total", "reported_prompt_tokens_total", 10, place)), series((m, place) => ratio("predicted_cached_tokens_total", "reported_prompt_tokens_total", 10, place))]);
     if (plots.reasons) plots.reasons.set([xs, ...plots.reasonNames.map((name) => series((m, place) => rate((n) => by(n, "choices_total", "reason")[name] || 0, 5, place)))]);
-    plots.queue.set([xs, series((m) => one(m, "queue_requests")), series((m, place) => { const mean = ratio("ttft_seconds_sum", "ttft_seconds_count", 10, place); return mean === null ? null : 1000 * mean; })]);
+    plots.queue.set([xs, series((m) => one(m, "queue_requests"))]);
+    plots.first.set([xs, series((m, place) => { const mean = ratio("ttft_seconds_sum", "ttft_seconds_count", 10, place); return mean === null ? null : 1000 * mean; })]);
   }
 
   function state(kind, text) { $("live-dot").className = `dot ${kind}`; $("live-text").textContent = text; }
@@ -134,8 +137,9 @@
     history.push({ at: performance.now() / 1000, metrics });
     while (history.length > 1 && history[0].at < history[history.length - 1].at - KEPT) history.shift();
     showTiles(metrics); showPlots();
+    if (refused === secret) { state("wait", "metrics only; give the key for workers"); return; }
     const workers = await fetch("workers", { headers: headers() });
-    if (workers.status === 401) { state("wait", "metrics only; give the key for workers"); return; }
+    if (workers.status === 401) { refused = secret; return; }
     showWorkers((await workers.json()).workers, metrics);
     state("on", "live");
   }

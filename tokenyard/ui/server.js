@@ -182,7 +182,8 @@
     plots.steps = chart($("chart-steps"), live(168, [
       { label: "longest", color: slot(0), width: 1.5 }, { label: "mean", color: slot(1) },
       { label: "predicted", color: slot(4), kind: "dash" }, { label: "budget", color: slot(5), kind: "dash" }], { format: duration, range: stepRange }));
-    plots.requests = chart($("chart-requests"), live(168, [{ label: "waiting", color: slot(2), kind: "area" }, { label: "running", color: slot(0) }], { format: rate }));
+    plots.requests = chart($("chart-requests"), live(168, [{ label: "running", color: slot(0) }], { format: rate }));
+    plots.waiting = chart($("chart-waiting"), live(168, [{ label: "waiting", color: slot(2), kind: "area" }], { format: rate }));
     plots.kv = chart($("chart-kv"), live(168, [
       { label: "requests", color: slot(0) }, { label: "shared", color: slot(4) }, { label: "cached", color: slot(1) }, { label: "held", color: slot(7) }], { format: rate, range: () => [0, kvTotal()] }, { stacked: true }));
   }
@@ -213,7 +214,8 @@
     }
     plots.tokens.set([xs, ...tokens]);
     plots.steps.set([xs, ...steps]);
-    plots.requests.set([xs, ...requests.map(bridged)]);
+    plots.waiting.set([xs, bridged(requests[0])]);
+    plots.requests.set([xs, bridged(requests[1])]);
     plots.kv.set([xs, ...kv.map(bridged)]);
     const error = tick.step_time_error;
     const budget = tick.budget_tokens > 0 ? `at most ${number(tick.budget_tokens)} prompt tokens a step` : "";
