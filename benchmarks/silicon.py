@@ -1,11 +1,13 @@
 """How far are predicted latencies from measured ones? Public runs of vLLM and SGLang, replayed as closed loops.
 
-    python benchmarks/silicon.py [--rows FILE] [--source roofline|kernels] [--sample N] [--jobs N] [--json OUT]
+    python benchmarks/silicon.py [--rows FILE] [--sample N] [--jobs N] [--json OUT]
+    python benchmarks/silicon.py --closed-form   # the loop's steady state, without the scheduler
     python benchmarks/silicon.py --fit          # prints the efficiencies of tokenyard/sim/hardware/efficiencies.py
+    python benchmarks/silicon.py --closed-form --errors   # prints tokenyard/sim/hardware/measured_errors.py's table
 
 Each row of the file is a run of some engine: a model, GPUs, lengths, a number of clients, and the mean TTFT and TPOT.
 As many clients send one request after the other through our scheduler with that engine's rules, in virtual time, with
-step times from the roofline or from measured kernels. Printed are, per family, GPU and engine, the median and the 90th
+step times from the roofline. Printed are, per family, GPU and engine, the median and the 90th
 percentile of the absolute relative error, and the median signed one (minus: predicted too fast).
 
 What the rows do not say is assumed, as in the public scripts of these runs: prompts and answers of 0.8 to 1.0 of the
@@ -50,6 +52,7 @@ NODE = 8
 HELD_OUT = 4
 """One configuration in so many is held out of the fit."""
 
+MIN_HELD_OUT = 5
 ROUNDS = 3
 REQUESTS_PER_CLIENT = 10
 MAX_CLIENTS = 1024
@@ -107,7 +110,7 @@ def _run(row: dict[str, str]) -> Run:
     clients = int(row["concurrency"])
     if clients > MAX_CLIENTS:
         raise ConfigError(f"more than {MAX_CLIENTS} clients")
-    deployment = Deployment(row["model_path"], _precision(row), row["system"], row["backend"], _parallel(row))
+    deployment = Deployment(row["model_path"], _precision(row), row["system"], row["backend"], parallel_of(row))
     return Run(
         row["id"],
         deployment,
@@ -127,7 +130,7 @@ def _precision(row: dict[str, str]) -> str:
     return row["gemm_quant_mode"].replace("fp8_block", "fp8") or ("" if "FP8" in row["model_path"] else "bf16")
 
 
-def _parallel(row: dict[str, str]) -> Parallel:
+def parallel_of(row: dict[str, str]) -> Parallel:
     """How the run was divided. Where tp is labelled as tp times ep or dp, the parts are taken (reference page)."""
     tp, dp = int(row["tp_size"]), int(row["attention_dp_size"] or 1)
     moe_tp, ep = int(row["moe_tp_size"] or 1), int(row["moe_ep_size"] or 1)
@@ -157,7 +160,7 @@ def shape_of(model: str, precision: str) -> ModelShape:
 def roofline_of(deployment: Deployment, efficiency: Efficiency | None = None) -> Roofline:
     """Its step times."""
     device, shape = find_device(deployment.system), shape_of(deployment.model, deployment.precision)
-    efficiency = efficiency or efficiency_of(deployment.engine, device)
+    efficiency = efficiency or efficiency_of(deployment.engine, device, shape.family)
     return Roofline(shape, device, deployment.parallel, efficiency)
 
 
@@ -236,10 +239,16 @@ def profile_of(deployment: Deployment) -> Profile:
 def one(run: Run) -> tuple[float, float] | str:
     """Predicted TTFT and TPOT in ms, or why there are none."""
     try:
-        device = find_device(run.deployment.system)
-        return predicted(run, profile_of(run.deployment), efficiency_of(run.deployment.engine, device))
+        efficiency = roofline_of(run.deployment).efficiency
+        return predicted(run, profile_of(run.deployment), efficiency)
     except ConfigError as error:
         return error.message
+
+
+def one_in_closed_form(run: Run) -> tuple[float, float] | str:
+    """The same from `estimate`."""
+    ttft_ms, tpot_ms = estimate(roofline_of(run.deployment), [run])[0]
+    return float(ttft_ms), float(tpot_ms)
 
 
 # The fit
@@ -312,20 +321,22 @@ def generation(device: Device) -> str:
 
 
 def fit_all(runs: Iterable[Run]) -> None:
-    """Fit each engine on each kind of GPU and print the numbers."""
+    """Fit each engine on each kind of GPU, and from there each family of models on it, and print the numbers."""
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.deployment.engine, generation(find_device(run.deployment.system))].append(run)
     for key, group in sorted(groups.items()):
-        used = [run for run in group if not run.held_out]
-        found = fit(used, Efficiency())
-        print(f"    {key!r}: {found!r},")
-        for name, part in (("fitted", used), ("held out", [run for run in group if run.held_out])):
-            wrong = np.array([
-                estimate(roofline_of(run.deployment, found), [run])[0] / (run.ttft_ms, run.tpot_ms) - 1 for run in part
-            ])  # fmt: skip
-            ttft, tpot = np.median(np.abs(wrong), axis=0) * 100
-            print(f"    # {name}: {len(part)} runs, TTFT {ttft:.1f} %, TPOT {tpot:.1f} % off by `estimate`")
+        of_all = fit([run for run in group if not run.held_out], Efficiency())
+        print(f"    {(*key, '')!r}: {of_all!r},", flush=True)
+        for family in sorted({family_of(run) for run in group}):
+            kin = [run for run in group if family_of(run) == family]
+            found = fit([run for run in kin if not run.held_out], of_all)
+            print(f"    {(*key, family)!r}: {found!r},", flush=True)
+
+
+def family_of(run: Run) -> str:
+    """The family of its model."""
+    return shape_of(run.deployment.model, run.deployment.precision).family
 
 
 # The table
@@ -390,8 +401,19 @@ def print_table(results: Sequence[Result], key: Callable[[Run], str]) -> None:
 
 def place(run: Run) -> str:
     """Family, GPU and engine of a run: what its error is stated for."""
-    family = shape_of(run.deployment.model, run.deployment.precision).family
-    return f"{family}, {run.deployment.system}, {run.deployment.engine}"
+    return f"{family_of(run)}, {run.deployment.system}, {run.deployment.engine}"
+
+
+def print_errors(results: Sequence[Result]) -> None:
+    """The entries of `measured_errors.MEASURED`: held-out rows where there are enough, else all."""
+    groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        groups[tuple(place(result.run).split(", "))].append(result)  # type: ignore[index]
+    for key, group in sorted(groups.items()):
+        kept = [result for result in group if result.run.held_out]
+        used = kept if len(kept) >= MIN_HELD_OUT else group
+        ttft, tpot = np.median(np.abs(errors_of(used)), axis=0) * 100
+        print(f"    {key!r}: MeasuredError({ttft:.0f}, {tpot:.0f}, {len(used)}),")
 
 
 def sampled(runs: list[Run], count: int | None) -> list[Run]:
@@ -404,6 +426,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=ROWS, help="the measured runs")
     parser.add_argument("--fit", action="store_true", help="fit the roofline's efficiencies and print them")
+    parser.add_argument("--closed-form", action="store_true", help="the loop's steady state instead of the scheduler")
+    parser.add_argument(
+        "--errors", action="store_true", help="print the errors as the entries of a table in the package"
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="replay about N of the rows [all]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes [all cores]")
     parser.add_argument("--json", type=Path, help="write each run with its predicted times")
@@ -413,14 +439,20 @@ def main() -> None:
         fit_all(runs)
         return
     runs = sampled(runs, args.sample)
-    with ProcessPoolExecutor(args.jobs) as pool:
-        answers = list(pool.map(one, runs, chunksize=4))
+    if args.closed_form:
+        answers = list(map(one_in_closed_form, runs))
+    else:
+        with ProcessPoolExecutor(args.jobs) as pool:
+            answers = list(pool.map(one, runs, chunksize=4))
     results = []
     for run, answer in zip(runs, answers, strict=True):
         if isinstance(answer, str):
             refused[answer] = refused.get(answer, 0) + 1
         else:
             results.append(Result(run, *answer))
+    if args.errors:
+        print_errors(results)
+        return
     for title, key in (("all", lambda run: "held out" if run.held_out else "fitted"), ("", place)):
         print(f"\nmedian / 90th percentile of the absolute error, signed median, in % {title}\n")
         print_table(results, key)

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import silicon
 from tests.sim.small_workloads import setup, workload
 from tokenyard.base import ConfigError, StepWork
+from tokenyard.sim import Engine
+from tokenyard.sim.hardware import kernel_tables
 from tokenyard.sim.hardware.device_profile import Hardware, find_device_profile
 from tokenyard.sim.hardware.devices import device_names, find_device
 from tokenyard.sim.hardware.known_models import known_models
+from tokenyard.sim.hardware.measured_errors import measured_error
 from tokenyard.sim.hardware.model_shape import find_model, read_shape
 from tokenyard.sim.simulate import simulate
 from tokenyard.tape.codec import Tape
@@ -154,3 +158,37 @@ def test_a_tape_of_a_table_replays_without_the_model():
     report = replay(Tape(tape.getvalue(), "tape"))
     assert report.difference is None
     assert report.equal == report.plans > 0
+
+
+def test_the_python_api_takes_any_model():
+    engine = Engine(device="b200", model="qwen3-0.6b", hardware=Hardware(tp=2, engine="sglang"))
+    assert (engine.cost_profile.device, engine.cost_profile.tp) == ("b200_sxm", 2)
+    assert "sglang" in engine.cost_profile.source
+
+
+def test_the_closed_form_of_a_loop_agrees_with_the_scheduler_in_it():
+    deployment = silicon.Deployment("qwen3-0.6b", "", "h100_sxm", "vllm", silicon.Parallel())
+    run = silicon.Run("a run", deployment, 512, 256, 8, drawn_lengths=False, ttft_ms=1.0, tpot_ms=1.0)
+    simulated, estimated = silicon.one(run), silicon.one_in_closed_form(run)
+    assert simulated == pytest.approx(estimated, rel=0.25)
+
+
+def test_a_label_of_all_devices_is_read_as_its_parts():
+    row = {"tp_size": "4", "attention_dp_size": "4", "moe_tp_size": "1", "moe_ep_size": "16"}
+    assert silicon.parallel_of(row) == silicon.Parallel(1, 4, 4)
+    assert silicon.parallel_of(row | {"attention_dp_size": "1", "moe_ep_size": "4"}) == silicon.Parallel(4, 1, 4)
+    with pytest.raises(ConfigError, match="does not match"):
+        silicon.parallel_of(row | {"attention_dp_size": "1", "moe_tp_size": "2", "moe_ep_size": "1"})
+
+
+def test_measured_kernels_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(kernel_tables, "PACKAGE", "a_package_that_is_not_there")
+    with pytest.raises(ConfigError, match=r"pip install 'tokenyard\[hardware\]'"):
+        find_device_profile("h200", "qwen3-32b", Hardware(tp=2, engine="vllm@current"))
+
+
+def test_an_error_is_that_of_its_row_or_names_the_nearest():
+    own = measured_error("dense", find_device("h100"), "vllm")
+    assert own.endswith("dense on h100_sxm with vllm")
+    assert measured_error("dense", find_device("a100"), "vllm").startswith("not measured here, nearest: TTFT")
+    assert measured_error("dense", find_device("a100"), "vllm").endswith("dense on h100_sxm with vllm")

@@ -73,9 +73,9 @@ def no_capacity_plan_notes(eliminated: Sequence[EliminatedOption]) -> Iterator[s
 
 def _errors(profiles: Iterable[Profile]) -> Iterator[str]:
     """The stated errors of the cost models."""
-    for name, error in {profile.name: profile.error for profile in profiles}.items():
-        size = "unknown" if error is None else f"{100 * error:.0f} % of a step on average"
-        yield f"cost model {name}: its error is {size}"
+    for name, profile in {profile.name: profile for profile in profiles}.items():
+        size = "unknown" if profile.error is None else f"{100 * profile.error:.0f} % of a step on average"
+        yield f"cost model {name}: its error is {profile.measured or size}"
 
 
 def _sensitivity(plan: CapacityPlan) -> str:
@@ -182,10 +182,10 @@ def write_capacity_plan(path: Path, plan: CapacityPlan, workload: Workload, targ
             PageTable(title, ["same fleet: SLO met, 95 % interval", "needed"], [Row(row[0], row[1:]) for row in what])
         )
     first = plan.finalists[0].option.setup
-    errors = {found.option.setup.profile.name: found.option.setup.profile.error for found in plan.finalists}
+    profiles = {found.option.setup.profile.name: found.option.setup.profile for found in plan.finalists}
     facts = facts_of(workload, first, command_line()) | {
-        "device": ", ".join(errors),
-        "cost model": "; ".join(f"{name}: error {trust(error)}" for name, error in errors.items()),
+        "device": ", ".join(profiles),
+        "cost model": "; ".join(f"{name}: error {trust(one.error, one.measured)}" for name, one in profiles.items()),
     }
     section = Section("Capacity plan", capacity_plan_charts(plan), tables, list(capacity_plan_notes(plan)))
     write_page(path, Report(_title(workload, target), facts, [section], names))

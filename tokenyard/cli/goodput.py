@@ -145,8 +145,9 @@ def run_goodput(args: argparse.Namespace) -> int:
     _write(args, found, curves, load, by_seed)
     if not args.quiet:
         setup = named_setup(args, workload, args.names[0])
-        title = f"{workload.name} on {setup.replicas} x {setup.profile.name}"
-        print(f"{title} (cost model error: {trust(setup.profile.error)}); SLO: {slo_text(setup.slo)}")
+        title, profile = f"{workload.name} on {setup.replicas} x {setup.profile.name}", setup.profile
+        error = trust(profile.error, profile.measured)
+        print(f"{title} (cost model error: {error}); SLO: {slo_text(setup.slo)}")
         Console().print(_table(by_seed, load))
         if warning := next(iter(points_of(curves)))["warning"]:
             print_warning(Console(), warning)

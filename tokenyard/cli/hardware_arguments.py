@@ -24,7 +24,8 @@ def add_hardware_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engine",
         metavar="ENGINE",
-        help=f"whose measured efficiency the step times have: {', '.join(engines())} [{DEFAULT_ENGINE}]",
+        help=f"whose measured efficiency the step times have: {', '.join(engines())}; with @VERSION or @current, "
+        f"step times from kernels measured with it (pip install 'tokenyard[hardware]') [{DEFAULT_ENGINE}]",
     )
     group.add_argument(
         "--quantization", choices=sorted(BITS), help="type of the weights [what the model's configuration says]"

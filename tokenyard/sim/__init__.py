@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenyard.sim.api.workloads import synthetic, trace
     from tokenyard.sim.engine.speculation import Speculation
     from tokenyard.sim.fleet.fleet_settings import Drain, Fault, Fleet, ProcessStop
+    from tokenyard.sim.hardware.device_profile import Hardware
     from tokenyard.sim.kv.disagg_settings import DisaggSettings, KvStoreSettings
     from tokenyard.sim.report.intervals import Interval
     from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
@@ -31,6 +32,7 @@ __all__ = [
     "Engine",
     "Fault",
     "Fleet",
+    "Hardware",
     "Interval",
     "KvStoreSettings",
     "Policy",
@@ -75,6 +77,7 @@ _HOMES = {
     "ProcessStop": "tokenyard.sim.fleet.fleet_settings",
     "DisaggSettings": "tokenyard.sim.kv.disagg_settings",
     "KvStoreSettings": "tokenyard.sim.kv.disagg_settings",
+    "Hardware": "tokenyard.sim.hardware.device_profile",
     "Interval": "tokenyard.sim.report.intervals",
     "SessionOptions": "tokenyard.sim.traces.sessions",
     "SessionRecord": "tokenyard.sim.traces.sessions",

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.cost import Profile, get_profile, load_profile
+from tokenyard.cost import Profile, load_profile
 from tokenyard.policy import Policy
 from tokenyard.sim.engine.presets import preset
 from tokenyard.sim.engine.speculation import Speculation
+from tokenyard.sim.hardware.device_profile import Hardware, find_device_profile
 from tokenyard.sim.kv.disagg_settings import KvStoreSettings
 from tokenyard.sim.outcome import Setup
 from tokenyard.sim.traces.workload import Workload
@@ -23,7 +24,8 @@ NOT_SETTINGS = {"dp_size", "context_length", "max_in_flight"}
 class Engine:
     """One engine: a device with a model, and the scheduler's settings. Immutable; `with_` makes a changed copy.
 
-    device, model: of a built-in cost profile.
+    device, model: of a built-in cost profile, or any device with a data sheet and any model (docs/simulator.md).
+    hardware: how the device serves the model; None for the built-in profile, or the defaults.
     profile: a cost profile instead of a built-in one, or the file that `tokenyard calibrate` wrote.
     policy: name of the schedule policy, `module:Class`, or a subclass of `Policy`; None for the preset's, or fcfs.
     preset: settings of another engine, such as "vllm-default"; None for Tokenyard's own.
@@ -42,6 +44,7 @@ class Engine:
 
     device: str = "h100"
     model: str = "llama-3-8b"
+    hardware: Hardware | None = None
     profile: Profile | Path | str | None = None
     policy: str | type[Policy] | None = None
     preset: str | None = None
@@ -71,7 +74,7 @@ class Engine:
     def cost_profile(self) -> Profile:
         """The cost profile. Raises ConfigError if there is none of that name or file."""
         if self.profile is None:
-            return get_profile(self.device, self.model)
+            return find_device_profile(self.device, self.model, self.hardware)
         return self.profile if isinstance(self.profile, Profile) else load_profile(Path(self.profile))
 
     def setup(self, workload: Workload, **fleet: Any) -> Setup:

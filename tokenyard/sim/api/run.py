@@ -119,9 +119,10 @@ class Result:
 
     def __str__(self) -> str:
         setup, numbers = self.outcome.setup, self.summary
+        error = trust(setup.profile.error, setup.profile.measured)
         lines = [
             f"{numbers['trace']}: {numbers['requests']} requests at {numbers['rate_per_s']:.4g}/s on {setup.engines} x "
-            f"{setup.profile.name} (cost model error: {trust(setup.profile.error)}), {self.name}"
+            f"{setup.profile.name} (cost model error: {error}), {self.name}"
         ]
         lines += [f"  {label:<18}{text:>12}" for label, text in self._rows()]
         lines += [f"  note: {note}" for note in (numbers["warning"], *numbers["trace_notes"]) if note]

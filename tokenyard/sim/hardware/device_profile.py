@@ -1,6 +1,7 @@
 """A cost profile for a model on a device, from a built-in profile, a roofline, or measured kernels."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tokenyard.base import ConfigError
 from tokenyard.cost import Profile, closest_terms, get_profile, profile_names
@@ -8,6 +9,7 @@ from tokenyard.cost.linear import Link
 from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU
 from tokenyard.sim.hardware.devices import Device, find_device, has_data_sheet
 from tokenyard.sim.hardware.efficiencies import efficiency_of, engines
+from tokenyard.sim.hardware.kernel_tables import kernel_table
 from tokenyard.sim.hardware.measured_errors import measured_error
 from tokenyard.sim.hardware.model_shape import find_model
 from tokenyard.sim.hardware.roofline import Parallel, Roofline
@@ -30,7 +32,8 @@ class Hardware:
     tp: devices that share each layer.
     dp: groups of them that share the experts (DP attention).
     ep: expert-parallel size; 1 divides each expert.
-    engine: whose measured efficiency applies, such as vllm, with or without @version.
+    engine: whose measured efficiency applies: vllm or sglang. With a version (vllm@0.24.0, vllm@current) the step times
+        come from kernels that were measured with it, not from the roofline.
     weights: type of the weights; "" for the checkpoint's own.
     kv_type: type of the KV cache, one of `KV_TYPES`.
     mem_fraction: share of a device's memory for weights, activations and KV.
@@ -67,22 +70,30 @@ def find_device_profile(device: str, model: str, hardware: Hardware | None = Non
     built_in = any(one == name or one.startswith(f"{name}-tp") for one in profile_names())
     if (hardware is None and built_in) or not has_data_sheet(device):
         return get_profile(device, model)
-    return roofline_profile(device, model, hardware or Hardware())
+    return data_sheet_profile(device, model, hardware or Hardware())
 
 
-def roofline_profile(device: str, model: str, hardware: Hardware) -> Profile:
-    """The profile from the model's sizes and the device's data sheet."""
+def data_sheet_profile(device: str, model: str, hardware: Hardware) -> Profile:
+    """The profile from the model's sizes and the device's data sheet, with its kernels where they were measured."""
     sheet, shape = find_device(device), find_model(model)
     if hardware.weights:
         shape = shape.with_types(hardware.weights)
     bits = KV_TYPES[hardware.kv_type]
     if bits is not None:
         shape = replace(shape, kv_bits=bits)
-    engine = hardware.engine.partition("@")[0]
+    engine, _, version = hardware.engine.partition("@")
     parallel = Parallel(hardware.tp, hardware.dp, hardware.ep)
-    roofline = Roofline(shape, sheet, parallel, efficiency_of(engine, sheet))
-    known = measured_error(shape.family, sheet, engine)
-    table = roofline.table(f"roofline of {shape.name} on {sheet.name}, efficiencies of {engine}")
+    roofline = Roofline(shape, sheet, parallel, efficiency_of(engine, sheet, shape.family))
+    if version:
+        if hardware.weights or bits is not None:
+            raise ConfigError(
+                "measured kernels take the types of the checkpoint; leave out --quantization and --kv-cache-dtype"
+            )
+        table = kernel_table(sheet, _folder(model), parallel, engine, version)
+        known = f"kernels measured, tables precomputed within {100 * (table.error or 0.0):.2g} % (median of a step)"
+    else:
+        table = roofline.table(f"roofline of {shape.name} on {sheet.name}, efficiencies of {engine}")
+        known = measured_error(shape.family, sheet, engine)
     return Profile(
         device=sheet.name,
         model=shape.name,
@@ -96,6 +107,12 @@ def roofline_profile(device: str, model: str, hardware: Hardware) -> Profile:
         table=table,
         measured=known,
     )
+
+
+def _folder(model: str) -> str:
+    """The folder of a `config.json`, or the name as it is."""
+    path = Path(model).expanduser()
+    return str(path.parent) if path.is_file() else model
 
 
 def _links(device: Device) -> dict[str, Link]:

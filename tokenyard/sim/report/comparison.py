@@ -125,7 +125,7 @@ def facts_of(workload: Workload, setup: Setup, command: str = "") -> dict[str, s
         "trace": f"{workload.name}: {len(workload)} requests {where}",
         "rate": f"{load.rate:.4g} {load.unit}",
         "device": f"{setup.replicas} x {setup.profile.name}",
-        "cost model": f"{setup.profile.source}; error: {trust(setup.profile.error)}",
+        "cost model": f"{setup.profile.source}; error: {trust(setup.profile.error, setup.profile.measured)}",
         "SLO": slo_text(setup.slo),
         "seed": str(setup.seed),
     }
