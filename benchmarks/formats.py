@@ -1,12 +1,14 @@
 """Packed weights on a CPU: the same GGUF file in Tokenyard and in llama.cpp, alternating in one run.
 
 Run from the repository root: `python -m benchmarks.formats [--shapes smol qwen] [--kinds Q4_0 Q4_K_M Q8_0]
-[--threads 2] [--llamacpp /tmp/llama/bin/python]` (peer_llamacpp.py says how to make such an environment; the extra
+[--threads 1 2] [--llamacpp /tmp/llama/bin/python]` (peer_llamacpp.py says how to make such an environment; the extra
 `gguf` writes the files). Random weights of a shape, prompts of random tokens, greedy, nothing cached. Each engine runs
 `--rounds` times, alternating, each time in a new process; a figure is the median of its rounds. Ours has the
 scheduler and the sampler in it, llama.cpp is driven by its low-level interface.
 
-decode: tokens a second of whole answers less those of prefill. floor: what reading the file's weights and the keys once
+prefill, decode: tokens a second by the clock, and "cpu" a second of processor time, which says more on a machine that
+others use; of decode of whole answers less those of prefill. A thread that waits for another counts, as both spin.
+ratio: ours over llama.cpp's. share of the floor: what reading the file's weights and the keys once
 takes, at the rate of benchmarks.limits measured in the same run. memory: resident after the last answer, less what the
 process has before it loads the model, and what of it is the KV pool. Prints one line of JSON for each batch.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.limits import read_rate
+from benchmarks.peer_loop import Best
 from benchmarks.peers import SHAPES, measure, peer_figures
 from tokenyard import LLM
 
@@ -116,31 +119,33 @@ def ours(options: argparse.Namespace) -> None:
     settings |= {"max_total_tokens": pool, "max_running_requests": max(options.batches), "model_impl": "native"}
     with LLM(options.ours, **settings) as llm:
         for batch in options.batches:
-            first_s, all_s = measure(llm, vocabulary, batch, options)
-            print(json.dumps({"batch": batch, "first_s": first_s, "all_s": all_s}), flush=True)
+            best = measure(llm, vocabulary, batch, options)
+            print(json.dumps({"batch": batch, **best._asdict()}), flush=True)
     grown = {name: size - before[name] for name, size in resident().items()}
     print(json.dumps({"memory": grown, "pool_tokens": pool}), flush=True)
 
 
-def our_round(path: Path, shape: dict, options: argparse.Namespace) -> tuple[dict, dict]:
-    """One round of Tokenyard in a new process: seconds by batch, and its memory."""
+def our_round(path: Path, shape: dict, options: argparse.Namespace) -> tuple[dict[int, Best], dict]:
+    """One round of Tokenyard in a new process: times by batch, and its memory."""
     command = [sys.executable, "-m", "benchmarks.formats", "--ours", str(path), "--dtype", options.dtype]
     command += ["--batches", *map(str, options.batches), "--vocabulary", str(shape["vocab_size"]), "--rounds", "1"]
     for name in ("prompt_tokens", "new_tokens", "threads"):
         command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    figures = {row["batch"]: (row["first_s"], row["all_s"]) for row in rows if "batch" in row}
+    figures = {row.pop("batch"): Best(**row) for row in rows if "batch" in row}
     return figures, next(row for row in rows if "memory" in row)
 
 
-def speeds(rounds: list[dict], batch: int, options: argparse.Namespace) -> dict[str, float]:
-    """Median tokens a second of prefill and of decode."""
-    pairs = [one[batch] for one in rounds]
-    return {
-        "prefill": statistics.median(batch * options.prompt_tokens / first_s for first_s, _ in pairs),
-        "decode": statistics.median(batch * (options.new_tokens - 1) / (all_s - first_s) for first_s, all_s in pairs),
-    }
+def speeds(rounds: list[dict[int, Best]], batch: int, options: argparse.Namespace) -> dict[str, float]:
+    """Median tokens a second of prefill and of decode, by the clock and by processor time."""
+    found: dict[str, float] = {}
+    for kind, first, last in (("", 0, 1), (" cpu", 2, 3)):
+        pairs = [(one[batch][first], one[batch][last]) for one in rounds]
+        found["prefill" + kind] = statistics.median(batch * options.prompt_tokens / first_s for first_s, _ in pairs)
+        new = batch * (options.new_tokens - 1)
+        found["decode" + kind] = statistics.median(new / (all_s - first_s) for first_s, all_s in pairs)
+    return found
 
 
 def compare(name: str, kind: str, options: argparse.Namespace) -> None:
@@ -149,7 +154,7 @@ def compare(name: str, kind: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
         weights = write_file(shape, kind, path)
-        found: dict[str, list[dict]] = {"ours": [], "llama.cpp": []}
+        found: dict[str, list[dict[int, Best]]] = {"ours": [], "llama.cpp": []}
         one_round = argparse.Namespace(**(vars(options) | {"rounds": 1}))
         memory: dict = {}
         for _ in range(options.rounds):
@@ -161,7 +166,7 @@ def compare(name: str, kind: str, options: argparse.Namespace) -> None:
     head = shape["hidden_size"] // shape["num_attention_heads"]
     key_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
     for batch in options.batches:
-        row = {"shape": name, "kind": kind, "batch": batch}
+        row: dict = {"shape": name, "kind": kind, "threads": options.threads, "batch": batch}
         own = speeds(found["ours"], batch, options)
         keys = batch * (options.prompt_tokens + options.new_tokens / 2) * key_bytes
         row |= {"ours": {key: round(value, 1) for key, value in own.items()}}
@@ -190,18 +195,20 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--ours", help=argparse.SUPPRESS)
     parser.add_argument("--vocabulary", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.ours:
-        return ours(options)
-    options.read_rate = read_rate(options.threads)
-    print(json.dumps({"read GB/s": round(options.read_rate / 1e9, 1)}), flush=True)
-    for name in options.shapes:
-        for kind in options.kinds:
-            compare(name, kind, options)
+    for threads in options.threads:
+        own = argparse.Namespace(**(vars(options) | {"threads": threads}))
+        if options.ours:
+            return ours(own)
+        own.read_rate = read_rate(threads)
+        print(json.dumps({"threads": threads, "read GB/s": round(own.read_rate / 1e9, 1)}), flush=True)
+        for name in options.shapes:
+            for kind in options.kinds:
+                compare(name, kind, own)
     return None
 
 

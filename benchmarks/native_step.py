@@ -9,7 +9,8 @@ Attention at batch 32 and context 4,096: `--batches 32 --context 4096 --layers 4
 by one thread, as the engine's is; the read rate is of memory that each thread touched itself.
 
 floor: the larger of reading the weights and keys once, at the read rate measured in the same run, and of multiplying at
-the measured rate of the registers; twice as fast both with int8 weights.
+the measured rate of the registers. With int8 weights both are twice as fast; of packed ones (q8, q4) only the reads of
+their bytes count.
 """
 
 import argparse
@@ -68,8 +69,12 @@ def floors(shape: dict, rows: int, logits: int, keys: int, options: argparse.Nam
     for name, weights in linears(shape).items():
         count = logits if name == "head" else rows
         faster = 2 if options.quantization == "int8" else 1
-        read_s = 2 * weights / faster / options.read_rate
-        found[name] = max(read_s, 2 * weights * count / faster / options.product_rate)
+        size = {"q8": 34 / 32, "q4": 34 / 32 if name == "head" else 18 / 32}.get(options.quantization, 2 / faster)
+        read_s = weights * size / options.read_rate
+        products_s = (
+            2 * weights * count / faster / options.product_rate if options.quantization in ("none", "int8") else 0
+        )
+        found[name] = max(read_s, products_s)
     head = shape["hidden_size"] // shape["num_attention_heads"]
     layers = shape["num_hidden_layers"]
     read_s = keys * layers * 4 * shape["num_key_value_heads"] * head / options.read_rate
@@ -138,7 +143,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each kind of step")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--quantization", default="none", choices=["none", "int8"])
+    parser.add_argument("--quantization", default="none", choices=["none", "int8", "q8", "q4"])
     parser.add_argument("--deterministic", action="store_true", help="as with --enable-deterministic-inference")
     options = parser.parse_args()
     options.read_rate = read_rate(options.threads)

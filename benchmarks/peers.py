@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.limits import product_rate, read_rate
-from benchmarks.peer_loop import best_seconds
+from benchmarks.peer_loop import Best, best_seconds
 from benchmarks.smollm2 import QWEN_SHAPE, SHAPE
 from tokenyard import LLM, SamplingParams
 
@@ -49,13 +49,13 @@ def seconds(llm: LLM, prompts: np.ndarray, new_tokens: int) -> float:
     return taken
 
 
-def measure(llm: LLM, vocabulary: int, batch: int, options: argparse.Namespace) -> tuple[float, float]:
-    """The best seconds of runs that answer one token, and of whole ones."""
+def measure(llm: LLM, vocabulary: int, batch: int, options: argparse.Namespace) -> Best:
+    """The best times of runs that answer one token, and of whole ones."""
     return best_seconds(partial(seconds, llm), batch, vocabulary, options, np.random.default_rng(batch))
 
 
-def our_figures(folder: str, name: str, shape: dict, options: argparse.Namespace) -> dict[int, tuple[float, float]]:
-    """Seconds by batch of one of our ways to compute."""
+def our_figures(folder: str, name: str, shape: dict, options: argparse.Namespace) -> dict[int, Best]:
+    """Times by batch of one of our ways to compute."""
     pool = 5 * max(options.batches) * (options.prompt_tokens + options.new_tokens) // 4
     settings = {"device": "cpu", "dtype": options.dtype, "threads": options.threads, "load_format": "dummy"}
     settings |= {"skip_tokenizer_init": True, "max_total_tokens": pool, "max_running_requests": max(options.batches)}
@@ -63,8 +63,8 @@ def our_figures(folder: str, name: str, shape: dict, options: argparse.Namespace
         return {batch: measure(llm, shape["vocab_size"], batch, options) for batch in options.batches}
 
 
-def peer_figures(folder: str, script: str, python: Path, shape: dict, options: argparse.Namespace) -> dict:
-    """Seconds by batch of a peer, in a process with its own environment."""
+def peer_figures(folder: str, script: str, python: Path, shape: dict, options: argparse.Namespace) -> dict[int, Best]:
+    """Times by batch of a peer, in a process with its own environment."""
     command = [str(python), str(Path(__file__).with_name(script)), folder]
     command += ["--batches", *map(str, options.batches), "--vocabulary", str(shape["vocab_size"])]
     for name in ("prompt_tokens", "new_tokens", "rounds", "threads"):
@@ -72,7 +72,7 @@ def peer_figures(folder: str, script: str, python: Path, shape: dict, options: a
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"batch"')]
-    return {row["batch"]: (row["first_s"], row["all_s"]) for row in rows}
+    return {row.pop("batch"): Best(**row) for row in rows}
 
 
 def floor_of(shape: dict, batch: int, options: argparse.Namespace) -> tuple[float, float]:
@@ -86,13 +86,13 @@ def floor_of(shape: dict, batch: int, options: argparse.Namespace) -> tuple[floa
     return batch * options.prompt_tokens / prefill_s, batch / decode_s
 
 
-def show(figures: dict[str, dict[int, tuple[float, float]]], shape: dict, options: argparse.Namespace) -> list[dict]:
+def show(figures: dict[str, dict[int, Best]], shape: dict, options: argparse.Namespace) -> list[dict]:
     """Print a line per batch and engine; ratios are to the first engine's peers."""
     rows = []
     for batch in options.batches:
         floor = floor_of(shape, batch, options)
         for name, found in figures.items():
-            first_s, all_s = found[batch]
+            first_s, all_s = found[batch][:2]
             speeds = (batch * options.prompt_tokens / first_s, batch * (options.new_tokens - 1) / (all_s - first_s))
             row = {"batch": batch, "engine": name, "prefill": speeds[0], "decode": speeds[1]}
             rows.append(row | {"prefill_share": speeds[0] / floor[0], "decode_share": speeds[1] / floor[1]})
