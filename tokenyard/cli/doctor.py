@@ -53,6 +53,8 @@ def doctor(namespace: argparse.Namespace) -> int:
         "settings": settings_report(resolved),
     }
     problems = find_problems(resolved.settings, report)
+    if not problems:
+        report["memory"], problems = memory_report(resolved.settings, report)
     report["problems"] = problems
     if namespace.json:
         print(json.dumps(report, indent=2))
@@ -177,6 +179,27 @@ def find_problems(settings: Settings, report: dict[str, Any]) -> list[str]:
     return problems
 
 
+def memory_report(settings: Settings, report: dict[str, Any]) -> tuple[str, list[str]]:
+    """What the model takes of this machine's free memory, and the problem if it does not fit.
+
+    Says nothing where a GPU, several ranks or the mock computes it, or where it is not on this machine.
+    """
+    chosen = settings.effective()
+    here = Path(chosen.model_path).expanduser().exists() and max(chosen.tp_size, chosen.pp_size) == 1
+    on_cpu = chosen.device == "cpu" or (chosen.device == "auto" and not report["device"].get("cuda_devices"))
+    if chosen.executor != "torch" or chosen.load_format == "dummy" or not here or not on_cpu:
+        return "", []
+    from tokenyard.executor.memory_fit import free_memory
+    from tokenyard.executor.model_loader import memory_need
+
+    try:
+        need, free = memory_need(chosen.model_path, **chosen.executor_options()), free_memory()
+        need.check(free)
+    except TokenyardError as error:
+        return "", [error.message]
+    return need.describe(free), []
+
+
 def _print_report(report: dict[str, Any]) -> None:
     """The report as tables."""
     console = Console()
@@ -189,6 +212,8 @@ def _print_report(report: dict[str, Any]) -> None:
     for name, entry in report["settings"].items():
         table.add_row(name, escape(_shown(entry["value"])), escape(entry["from"]))
     console.print(table if report["settings"] else f"all {len(fields(Settings))} settings are defaults")
+    if report.get("memory"):
+        console.print(f"memory: {escape(report['memory'])}", soft_wrap=True)
     for problem in report["problems"]:
         console.print(f"[red]problem:[/red] {escape(problem)}")
     if not report["problems"]:

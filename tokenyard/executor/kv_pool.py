@@ -213,6 +213,11 @@ def choose_state_pool(
     return StateGroup(checkpoints, slot_bytes, track_interval)
 
 
+def default_cpu_tokens(per_token: int, sharing: int = 1) -> int:
+    """Return how many tokens of so many bytes a pool on a CPU gets where no setting says it."""
+    return min(CPU_DEFAULT_TOKENS, CPU_DEFAULT_BYTES // per_token) // sharing
+
+
 def _default_tokens(
     per_token: int, device: torch.device, mem_fraction_static: float, sharing: int, taken: int = 0
 ) -> int:
@@ -228,7 +233,7 @@ def _default_tokens(
             own = all_bytes * mem_fraction_static / sharing - torch.cuda.memory_reserved(device)
             return max(0, int(min(own, free_bytes)) - taken) // per_token
         return max(0, int(free_bytes - all_bytes * (1.0 - mem_fraction_static)) - taken) // per_token
-    tokens = min(CPU_DEFAULT_TOKENS, CPU_DEFAULT_BYTES // per_token) // sharing
+    tokens = default_cpu_tokens(per_token, sharing)
     logger.info(
         "KV pool: %d tokens (%.0f MiB), the default on a CPU; set max_total_tokens to change it",
         tokens,

@@ -35,9 +35,11 @@ from tokenyard.executor.kv_pool import (
     choose_num_pages,
     choose_state_pool,
     choose_swa_pool,
+    default_cpu_tokens,
     kv_bytes_per_token,
 )
 from tokenyard.executor.lora_manager import LoraManager, LoraMemoryPool, TorchLoraPool
+from tokenyard.executor.memory_fit import MemoryNeed, activation_bytes, free_memory, weight_bytes
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.hf_config import read_model_config
@@ -145,6 +147,11 @@ def load_executor(
     kind = choose_dtype(given.dtype, target, config)
     length = _context_length(given.context_length, config)
     choice = _choose_backends(given, config, kind, target)
+    if target.type == "cpu" and part is None and given.load_format != "dummy":
+        need = _memory_need(folder, config, kind, choice, given, sharing)
+        free = free_memory()
+        logger.info("memory: %s", need.describe(free))
+        need.check(free)
 
     layers = _load_layers(choice, whole, folder, given, target, kind, length, part)
     adapters = _make_adapters(layers, config, given, target, kind)
@@ -250,6 +257,34 @@ def _make_states(config: ModelConfig, info: ExecutorInfo, device: torch.device, 
             f"{slots} recurrent states take {slots * info.states.slot_bytes / 2**30:.1f} GiB, more than {device} has "
             "free; lower max_running_requests or mamba_full_memory_ratio"
         ) from error
+
+
+def memory_need(model_path: str, **options: Any) -> MemoryNeed:
+    """Return what a model takes on a CPU, by its config and the headers of its files. Downloads it if it is not here.
+
+    options: see LoadOptions. Raises ConfigError; see load_executor.
+    """
+    given = LoadOptions(**options)
+    folder, target = resolve_model_path(model_path), torch.device("cpu")
+    config = read_folder_config(folder)
+    kind = choose_dtype(given.dtype, target, config)
+    choice = _choose_backends(given, config, kind, target)
+    return _memory_need(folder, config, kind, choice, given, given.ranks)
+
+
+def _memory_need(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, choice: BackendChoice, given: LoadOptions, sharing: int
+) -> MemoryNeed:
+    per_token = kv_bytes_per_token(config, dtype)
+    quantization = given.quantization if choice.native_model else "none"
+    tied = config.tied_embeddings
+    states = _state_bytes(config, given, dtype) or StateBytes(0, 0.0)
+    per_token = int(per_token * (1 + states.ratio))
+    return MemoryNeed(
+        weight_bytes(folder, dtype.itemsize, native=choice.native_model, quantization=quantization, tied=tied),
+        per_token * (given.max_total_tokens or default_cpu_tokens(per_token, sharing)) + states.fixed_bytes,
+        activation_bytes(config.hidden_size, config.intermediate_size, config.vocab_size, given.max_pool_rows),
+    )
 
 
 def _prepare_device(given: LoadOptions, part: ModelPartition | None) -> tuple[torch.device, int]:

@@ -1,0 +1,153 @@
+"""Whether a model fits the memory of a machine without a GPU, by the headers of its files. Needs no torch."""
+
+import json
+import logging
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tokenyard.base import ConfigError
+from tokenyard.executor.formats.weight_format import FORMATS
+from tokenyard.executor.gguf_file.folder import LINK
+from tokenyard.executor.gguf_file.gguf_reader import GgufFile
+
+logger = logging.getLogger(__name__)
+
+GB = 1e9
+EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight")
+HEADS = ("lm_head.weight", "output.weight")
+PACKED_NUMBERS = {"I32": 8, "U8": 2}
+"""Numbers of 4 bits in an element of a packed matrix, by safetensors' name of its type."""
+PACKED_ENDINGS = ("qweight", "weight_packed", "blocks")
+BITS_OF_8, BITS_OF_4 = 34 / 32, 18 / 32
+"""Bytes of a number in Q8_0 and Q4_0."""
+STEP_TOKENS = 2048
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file. numbers: after unpacking; packed: whether native steps multiply its bytes as they are."""
+
+    name: str
+    nbytes: int
+    numbers: int
+    matrix: bool
+    packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that a model takes."""
+
+    weights: int
+    kv_pool: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.kv_pool + self.activations
+
+    def describe(self, free: int) -> str:
+        """Return the parts in one line, compared with `free` bytes."""
+        parts = ((self.weights, "weights"), (self.kv_pool, "KV pool"), (self.activations, "activations"))
+        said = ", ".join(f"{name} {size / GB:.2f} GB" for size, name in parts)
+        return f"{said}: {self.total / GB:.2f} of {free / GB:.2f} GB free"
+
+    def check(self, free: int) -> None:
+        """Raise ConfigError if the parts take more than `free` bytes."""
+        if self.total > free:
+            raise ConfigError(
+                f"the model does not fit: {self.describe(free)}; choose a smaller or more quantized model,"
+                " --quantization q4, or a smaller --max-total-tokens"
+            )
+
+
+def weight_bytes(folder: Path, itemsize: int, *, native: bool, quantization: str = "none", tied: bool = False) -> int:
+    """Return the bytes of a folder's weights once they are loaded, 0 where it has no file that can be read.
+
+    itemsize: of a number in the model's dtype. native: whether native steps compute it, so that packed matrices stay
+    packed. quantization: as `--quantization`. tied: whether the embedding is the head too, of which native steps have a
+    copy.
+    """
+    total = 0.0
+    for tensor in stored_tensors(folder):
+        size = _loaded(tensor, itemsize, native, quantization)
+        if tensor.name.endswith(EMBEDDINGS) and native:
+            # The embedding of a GGUF file is mapped, and takes memory only as long as there is some to spare.
+            own = 0.0 if tensor.packed else float(tensor.numbers * itemsize)
+            size = own + (size if tied else 0.0)
+        total += size
+    return int(total)
+
+
+def _loaded(tensor: StoredTensor, itemsize: int, native: bool, quantization: str) -> float:
+    """Bytes of a tensor in memory."""
+    if tensor.packed and native:
+        return tensor.nbytes
+    if not tensor.matrix or not native or quantization == "none":
+        return tensor.numbers * itemsize
+    if quantization == "int8":
+        return tensor.numbers
+    in_8 = quantization == "q8" or tensor.name.endswith(EMBEDDINGS + HEADS)
+    return tensor.numbers * (BITS_OF_8 if in_8 else BITS_OF_4)
+
+
+def stored_tensors(folder: Path) -> list[StoredTensor]:
+    """Return what a model's GGUF file or safetensors files hold. Raises ConfigError for files that are damaged."""
+    if (folder / LINK).exists():
+        found = GgufFile(folder / LINK).tensors.values()
+        return [
+            StoredTensor(
+                tensor.name,
+                int(tensor.n_bytes),
+                int(tensor.n_elements),
+                len(tensor.shape) > 1,
+                tensor.tensor_type.name in FORMATS,
+            )
+            for tensor in found
+        ]
+    return [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in _safetensors(path)]
+
+
+def _safetensors(path: Path) -> list[StoredTensor]:
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(min(size, path.stat().st_size)))
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    found = []
+    for name, one in header.items():
+        numbers = 1
+        for length in one["shape"]:
+            numbers *= length
+        begin, end = one["data_offsets"]
+        packed = name.endswith(PACKED_ENDINGS) and one["dtype"] in PACKED_NUMBERS
+        numbers *= PACKED_NUMBERS[one["dtype"]] if packed else 1
+        found.append(StoredTensor(name, end - begin, numbers, len(one["shape"]) > 1, packed))
+    return found
+
+
+def activation_bytes(hidden: int, inter: int, vocabulary: int, rows: int) -> int:
+    """Return about the bytes of a step of STEP_TOKENS tokens, of which `rows` have logits."""
+    return 4 * (STEP_TOKENS * (6 * hidden + inter) + min(rows, STEP_TOKENS) * vocabulary)
+
+
+def free_memory() -> int:
+    """Return the bytes that this process can still get, of the machine with its swap and of its cgroup (version 2)."""
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    try:
+        limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
+        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+        facts = (CGROUP / "memory.stat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return int(free)
+    # Pages of files go when memory is short.
+    cached = sum(int(facts[facts.index(name) + 1]) for name in ("active_file", "inactive_file") if name in facts)
+    return int(min(free, max(0, limit - used + cached)))
