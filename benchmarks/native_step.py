@@ -16,6 +16,7 @@ their bytes count.
 import argparse
 import ctypes
 import json
+import math
 import os
 import tempfile
 import time
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="as with --enable-deterministic-inference")
     options = parser.parse_args()
     options.read_rate = read_rate(options.threads)
-    options.product_rate = product_rate(options.threads, options.dtype)
+    options.product_rate = product_rate(options.threads, options.dtype) or math.inf
     print(f"read {options.read_rate / 1e9:.1f} GB/s, products {options.product_rate / 1e9:.0f} G operations/s")
     shape, rng = dict(SHAPES[options.shape]), np.random.default_rng(0)
     shape["num_hidden_layers"] = options.layers or shape["num_hidden_layers"]

@@ -15,6 +15,7 @@ measured in the same command.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -129,7 +130,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file too")
     options = parser.parse_args()
-    options.read_rate, options.product_rate = read_rate(options.threads), product_rate(options.threads, options.dtype)
+    options.read_rate = read_rate(options.threads)
+    options.product_rate = product_rate(options.threads, options.dtype) or math.inf
     print(f"read {options.read_rate / 1e9:.1f} GB/s, products {options.product_rate / 1e9:.0f} G operations/s")
     results = {}
     for name in options.shapes:
