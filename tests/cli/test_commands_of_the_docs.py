@@ -71,6 +71,7 @@ def folder(tmp_path_factory):
     (path / "fleet.yaml").write_text(block("simulator.md", "routers:"))
     (path / "devices.yaml").write_text(block("simulator.md", "devices:"))
     (path / "my_policies.py").write_text(block("your_own_policy.md", '"""my_policies.py"""'))
+    (path / "my_routing.py").write_text(block("your_own_policy.md", '"""my_routing.py"""'))
     asked = [line for line in block("applications.md", "$ cat asked.jsonl").splitlines() if line.startswith("{")]
     (path / "asked.jsonl").write_text("\n".join(asked))
     lines = [f"2023-11-16 18:15:{n % 60:02}.000,{50 + 7 * n},{5 + n % 9}\n" for n in range(40)]

@@ -16,6 +16,7 @@ from tokenyard.sim.planner.trial import (
     SizingResult,
     Trial,
     TrialTraffic,
+    answered,
     attained,
     busiest,
     guess,
@@ -163,7 +164,7 @@ def test_the_cheapest_and_the_smallest_are_separate_and_get_what_ifs():
     assert (least.option.policy, least.devices) == ("few", 2)
     assert len(best.attainment.values) == 3
     first = plan.what_if[0]
-    assert (first.nine_more, first.at_more_traffic, first.more_traffic, first.one_down) == (6, 8, 0.5, 0.5)
+    assert (first.nine_more, first.at_more_traffic, first.more_traffic, first.one_down.mean) == (6, 8, 0.5, 0.5)
     place = [found.option.policy for found in plan.finalists].index("cheap")
     assert (plan.bounds.faster[place], plan.bounds.slower[place]) == (4, 6)
     assert not plan.bounds.measured
@@ -186,6 +187,51 @@ def test_a_fleet_that_misses_on_average_over_the_seeds_gets_one_more():
     world = Unlucky({"one": 3})
     plan = CapacityPlanner(synthetic("plain", 100, 10.0), 0.99, 3, world.each).plan([replace(option(), policy="one")])
     assert plan.finalists[0].replicas == 4
+
+
+def test_the_size_is_the_smallest_whose_mean_over_the_seeds_meets_the_target():
+    """Also where the recorded arrivals need more replicas than the mean of the seeds."""
+    rng = np.random.default_rng(7)
+    for case in range(20):
+        need = [int(count) for count in np.clip(rng.integers(3, 8) + rng.integers(-2, 3, 3), 1, 12)]
+
+        class Seeded(Made):
+            def share(self, seed, replicas, need=need):
+                return 1.0 if replicas >= need[seed] else 0.99 - 0.02 * (need[seed] - replicas)
+
+            def sized(self, sizing):
+                target = sizing.target
+                count = next(n for n in range(1, 40) if self.share(0, n) >= target)
+                return SizingResult(sizing, count, self.share(0, count), 1)
+
+            def attained(self, trial):
+                return self.share(trial.traffic.seed, trial.replicas)
+
+        world = Seeded({})
+        kind = replace(option(), policy="one")
+        found = CapacityPlanner(synthetic("plain", 100, 10.0), 0.985, 3, world.each).plan([kind]).finalists[0]
+        means = [np.mean([world.share(seed, n) for seed in range(3)]) for n in range(1, 20)]
+        expected = next(n for n, mean in enumerate(means, 1) if mean >= 0.985 - 1e-12)
+        assert found.replicas == expected, (case, need)
+        assert found.attainment.mean == pytest.approx(means[expected - 1])
+        if expected > 1:
+            assert found.one_fewer.mean == pytest.approx(means[expected - 2])
+
+
+@pytest.mark.slow
+def test_plans_agree_with_brute_force_over_seeds():
+    for case in range(20):
+        rng = np.random.default_rng(case)
+        traffic = synthetic("bursts", 90, float(rng.uniform(60, 240)), seed=case)
+        kind, target = option("slo" if case % 2 else "fcfs"), float(rng.choice([0.9, 0.95, 0.98]))
+        plan = CapacityPlanner(traffic, target, 3, lambda what, jobs, t=traffic: [answered(t, one) for one in jobs])
+        found = plan.plan([kind]).finalists[0]
+        whole = TrialTraffic(0, len(traffic))
+        for replicas in range(1, found.replicas + 1):
+            trials = [Trial(kind, replicas, replace(whole, seed=seed)) for seed in range(3)]
+            mean = np.mean([attained(traffic, trial) for trial in trials])
+            assert (mean >= target) == (replicas == found.replicas), (case, replicas)
+        assert found.attainment.mean == pytest.approx(mean)
 
 
 def test_there_may_be_no_plan():

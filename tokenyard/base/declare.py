@@ -7,6 +7,9 @@ from typing import Any
 from tokenyard.base.errors import ConfigError
 from tokenyard.base.ranges import NumberRange
 
+USER_CLASS = "module:Class"
+"""Among `choices`: a class of the user's may be named as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
@@ -40,7 +43,8 @@ class Declaration:
     def check_choice(self, name: str, value: Any) -> None:
         """Raise ConfigError, naming the setting, for a value, or one in a list, that is not among the choices."""
         for item in value if isinstance(value, list) else (value,):
-            if self.choices and item not in self.choices:
+            own = USER_CLASS in self.choices and ":" in str(item)
+            if self.choices and item not in self.choices and not own:
                 raise ConfigError(f"{name} is {item!r}; choose from {', '.join(self.choices)}")
 
 

@@ -116,7 +116,7 @@ def capacity_plan_document(plan: CapacityPlan, workload: Workload, target: float
                 "cost_of_one_nine_more": _extra(plan.finalists[place], what.nine_more),
                 "attainment_at_1.5_times": what.more_traffic,
                 "replicas_at_1.5_times": what.at_more_traffic,
-                "attainment_with_one_down": what.one_down,
+                "attainment_with_one_down": what.one_down.mean,
                 "requests_that_show_it": what.requests,
             }
             for place, what in zip(_best_places(plan), plan.what_if, strict=True)
@@ -265,7 +265,7 @@ def _what_ifs(plan: CapacityPlan, target: float) -> Iterator[tuple[str, list[tup
                     _interval(ConfidenceInterval((what.more_traffic,), what.requests)),
                     f"{_count(what.at_more_traffic)}{_more(found, what.at_more_traffic)}",
                 ),
-                ("one replica down", _interval(ConfidenceInterval((what.one_down,), what.requests)), "-"),
+                ("one replica down", _interval(what.one_down), "-"),
             ],
         )
 

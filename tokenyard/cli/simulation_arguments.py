@@ -25,7 +25,7 @@ from tokenyard.cli.kv_arguments import add_disagg_arguments, add_kv_store_argume
 from tokenyard.cli.session_arguments import add_session_arguments
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, load_profile
-from tokenyard.routing.policies import POLICY_NAMES
+from tokenyard.routing.policies import POLICY_NAMES, make_policy
 from tokenyard.sim.engine.presets import preset, preset_names
 from tokenyard.sim.engine.speculation import Speculation
 from tokenyard.sim.fleet.fleet_settings import Fleet, read_fleet
@@ -159,7 +159,12 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="data-parallel ranks per engine; each has its own device, and they share the engine's limits [1]",
     )
-    group.add_argument("--router", choices=POLICY_NAMES, default="round_robin", help="routing policy [round_robin]")
+    group.add_argument(
+        "--router",
+        default="round_robin",
+        metavar="POLICY",
+        help=f"routing policy: {', '.join(POLICY_NAMES)}, or module:Class [round_robin]",
+    )
     group.add_argument(
         "--fleet",
         type=Path,
@@ -262,6 +267,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     for holds, message in checks:
         if not holds:
             raise ConfigError(message)
+    make_policy(args.router)
     seeds = getattr(args, "seeds", 1)
     if not 1 <= seeds <= MAX_SEEDS:
         raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MAX_SEEDS}")

@@ -75,9 +75,9 @@ class DispatchDriver:
         sticky = bool(settings.session_header)
         self.machine: Dispatcher[HttpWorker, OpenRequest] = Dispatcher(
             self.workers,
-            make_policy(settings.policy, options, sticky=sticky),
-            make_policy(settings.prefill_policy, options, sticky=sticky),
-            make_policy(settings.decode_policy, options),
+            make_policy(settings.policy, options, sticky=sticky, failed=_policy_failed),
+            make_policy(settings.prefill_policy, options, sticky=sticky, failed=_policy_failed),
+            make_policy(settings.decode_policy, options, failed=_policy_failed),
         )
         self.policy, self.queue = self.machine.policy, self.machine.queue
         self.exchanges: set[OpenRequest] = set()
@@ -298,3 +298,7 @@ def log_request(request: OpenRequest, now: int) -> None:
     }
     words = " ".join(f"{name}={quoted_word(value)}" for name, value in fields.items() if value not in ("", None))
     request_log.info("Request: %s", words, extra={"fields": fields})
+
+
+def _policy_failed(reason: str) -> None:
+    log.error("the routing policy %s; predicted_ttft replaces it", reason)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokenyard.base import ConfigError
-from tokenyard.base.declare import check_declared, check_rules, setting
+from tokenyard.base.declare import USER_CLASS, check_declared, check_rules, setting
 from tokenyard.base.ranges import ANY_COUNT, MAX_SECONDS, POSITIVE_COUNT, SHARE, NumberRange
 from tokenyard.routing.dispatch_settings import DispatchSettings
 from tokenyard.routing.policies import (
@@ -18,6 +18,8 @@ from tokenyard.routing.policies import (
     POLICY_NAMES,
     KvUsage,
 )
+
+POLICY_CHOICES = (*POLICY_NAMES, USER_CLASS)
 
 GROUPS = {
     "workers": "which workers there are",
@@ -69,12 +71,12 @@ class RouterSettings:
     )
     worker_api_key: str = setting("", "listening", "key sent to workers instead of the client's", secret=True)
 
-    policy: str = setting(DEFAULT_POLICY, "choice", "policy that chooses the target", choices=POLICY_NAMES)
+    policy: str = setting(DEFAULT_POLICY, "choice", "policy that chooses the target", choices=POLICY_CHOICES)
     prefill_policy: str = setting(
-        DEFAULT_POLICY, "choice", "policy that chooses engines that only prefill", choices=POLICY_NAMES
+        DEFAULT_POLICY, "choice", "policy that chooses engines that only prefill", choices=POLICY_CHOICES
     )
     decode_policy: str = setting(
-        KvUsage.name, "choice", "policy that chooses engines that only decode", choices=POLICY_NAMES
+        KvUsage.name, "choice", "policy that chooses engines that only decode", choices=POLICY_CHOICES
     )
     cache_threshold: float = setting(
         CACHE_THRESHOLD, "choice", "cache_aware: share of the prompt that a match must exceed", SHARE

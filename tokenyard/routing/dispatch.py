@@ -442,7 +442,7 @@ class Dispatcher(Generic[W, R]):
         if prompt.digests and policy.needs_prefix:
             blocks = self.index.matches([state.name for state in states], prompt.digests)
             matched = [round(prompt.share(held) * facts.tokens) if held else 0 for held in blocks]
-        features = RequestFeatures(facts.tokens, matched, facts.key, facts.session)
+        features = RequestFeatures(facts.tokens, matched, facts.key, facts.session, now, facts.tenant, facts.priority)
         ranking = policy.rank(features, states)
         first = ranking.order[0]
         return Choice(targets[first], targets, ranking, matched[first] if matched else 0), features

@@ -63,12 +63,17 @@ class RequestFeatures:
     matched: per target, in the order of the targets, prompt tokens that its cache should hold; empty if unknown.
     key: 64-bit hash of the beginning of the prompt.
     session: requests with the same session go to the same target; "" for none.
+    now_ns: the time.
+    tenant, priority: the request's.
     """
 
     tokens: int
     matched: Sequence[int] = ()
     key: int = 0
     session: str = ""
+    now_ns: int = 0
+    tenant: str = ""
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -562,19 +567,31 @@ POLICY_NAMES = (*POLICIES, *DEPRECATED_POLICIES)
 """Every name that `make_policy` accepts."""
 
 
-def make_policy(name: str, options: PolicyOptions | None = None, *, sticky: bool = False) -> RoutePolicy:
+def make_policy(
+    name: str,
+    options: PolicyOptions | None = None,
+    *,
+    sticky: bool = False,
+    failed: Callable[[str], None] | None = None,
+) -> RoutePolicy:
     """The policy called `name`, behind `SessionAffinity` if `sticky`.
 
+    `module:Class` loads a user-defined policy; `failed` is called with the reason when it is replaced.
     Warns (FutureWarning) about a deprecated name. Raises ConfigError for an unknown one, and suggests similar names.
     """
     if name in DEPRECATED_POLICIES:
         current = DEPRECATED_POLICIES[name]
         warnings.warn(f"router policy {name!r} is deprecated; use {current!r}", FutureWarning, stacklevel=2)
         name = current
+    options = options or PolicyOptions()
+    if ":" in name:
+        from tokenyard.routing.user_policy import load_route_policy
+
+        policy = load_route_policy(name, options, failed)
+        return SessionAffinity(options, policy) if sticky else policy
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(POLICIES))}"
         raise ConfigError(f"unknown router policy {name!r}; {hint}")
-    options = options or PolicyOptions()
     policy = POLICIES[name](options)
     return SessionAffinity(options, policy) if sticky else policy

@@ -103,7 +103,11 @@ class SimRouter:
             tenant_weights=fleet.tenant_weights,
             health_success_threshold=1,
         )
-        made = [make_policy(name, PolicyOptions(seed=seed), sticky=place < 1) for place, name in enumerate(policies)]
+        self.policy_failure = ""
+        made = [
+            make_policy(name, PolicyOptions(seed=seed), sticky=place < 1, failed=self._policy_failed)
+            for place, name in enumerate(policies)
+        ]
         self.disagg = len(made) > 1
         self.needs_prefix = any(policy.needs_prefix for policy in made)
         registry: Workers[SimWorker] = Workers(settings, PrefixIndex(INDEX_BYTES))
@@ -111,6 +115,9 @@ class SimRouter:
         self.workers: list[SimWorker] = []
         self._fleet = fleet
         self._blocks: dict[int, BlockHashTranslator] = {}
+
+    def _policy_failed(self, reason: str) -> None:
+        self.policy_failure = reason
 
     def add(self, layout: FleetLayout, role: str = "") -> None:
         """Add the replicas of a layout. They report themselves as engines do."""
@@ -194,6 +201,11 @@ class SimRouting:
         places = self._places
         method = self._fleet.load_balance_method
         return EngineRanks(method, places.ranks, pool_tokens, places.settings, places.disk_tokens)
+
+    @property
+    def policy_failure(self) -> str:
+        """Why a user-defined policy was replaced, "" if none was."""
+        return next((router.policy_failure for router in self._routers if router.policy_failure), "")
 
     def arrive(self, request: Request, now: int) -> None:
         """A request arrives at one of the routers: it is sent, queued or refused."""

@@ -516,6 +516,8 @@ class Simulation:
 
     def check_policy(self) -> None:
         """Raise ConfigError if a user policy has failed."""
+        if self.routing is not None and (failure := self.routing.policy_failure):
+            raise ConfigError(f"the routing policy {failure}")
         if ":" in self._setup.settings.schedule_policy:
             for unit in self.units:
                 if failure := unit.replica.scheduler.snapshot(unit.replica.now).policy_failure:

@@ -18,6 +18,7 @@ from tokenyard.sim.planner.trial import (
     Trial,
     TrialTraffic,
     busiest,
+    smallest,
 )
 from tokenyard.sim.report.intervals import student_half
 from tokenyard.sim.traces.workload import Workload
@@ -29,7 +30,6 @@ MORE_TRAFFIC = 1.5
 ASSUMED_ERROR = 0.2
 """The assumed error of a cost model whose error was not measured."""
 MIN_SPEEDUP = 0.05
-MAX_CORRECTIONS = 4
 
 NORMAL_95 = 1.96
 
@@ -76,13 +76,15 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 class SizedFleet:
     """A fleet option with the number of replicas that meets the target on average over the seeds.
 
-    too_few: a number of replicas that misses the target with the recorded arrivals.
+    recorded: replicas that meet the target with the recorded arrivals; one fewer does not.
+    one_fewer: attainment with one replica fewer, over the same seeds; None if that was not simulated.
     """
 
     option: FleetOption
     replicas: int
     attainment: ConfidenceInterval
-    too_few: int = 0
+    recorded: int
+    one_fewer: ConfidenceInterval | None = None
 
     @property
     def devices(self) -> int:
@@ -99,17 +101,18 @@ class SizedFleet:
 class WhatIf:
     """How a fleet copes with changes.
 
-    Except for nine_more, a long trace is simulated on its busiest quarter only.
+    More traffic is simulated on the busiest quarter of a long trace only.
 
     nine_more, at_more_traffic: replicas needed, None if there are not as many.
-    more_traffic, one_down: share that meets its targets with the fleet unchanged.
-    requests: number of requests that were simulated.
+    more_traffic: share that meets its targets with the fleet unchanged.
+    one_down: the same with one replica down, over all seeds.
+    requests: number of requests behind `more_traffic`.
     """
 
     nine_more: int | None
     more_traffic: float
     at_more_traffic: int | None
-    one_down: float
+    one_down: ConfidenceInterval
     requests: int
 
 
@@ -207,16 +210,17 @@ class CapacityPlanner:
     def _found(self, sizes: Sequence[SizingResult]) -> list[SizedFleet]:
         """The options that meet the target over all seeds.
 
-        Seeds only add replicas. An option that is dearer and larger than one that meets the target is neither the
-        cheapest nor the smallest, so it is sized with the recorded arrivals only.
+        An option that would be dearer and no smaller than one that meets the target even with one replica fewer is
+        neither the cheapest nor the smallest, so it is sized with the recorded arrivals only.
         """
         found: list[SizedFleet] = []
         for size in sorted(sizes, key=lambda one: (one.cost, one.devices, -one.attainment)):
-            if any(one.cost < size.cost and one.devices <= size.devices for one in found):
-                option, replicas = size.sizing.option, size.replicas
-                assert replicas is not None
+            option, replicas = size.sizing.option, size.replicas
+            assert replicas is not None
+            cost, devices = option.cost(replicas - 1), option.devices(replicas - 1)
+            if any(one.cost < cost and one.devices <= devices for one in found):
                 share = ConfidenceInterval((size.attainment,), len(self._workload))
-                found.append(SizedFleet(option, replicas, share, replicas - 1))
+                found.append(SizedFleet(option, replicas, share, replicas))
             elif (one := self._confirm(size)) is not None:
                 found.append(one)
         return found
@@ -257,23 +261,23 @@ class CapacityPlanner:
         return list(dict.fromkeys([*by_cost, *by_size[: max(keep // 2, 1)]]))
 
     def _confirm(self, size: SizingResult) -> SizedFleet | None:
-        """Size an option over all seeds, with more replicas if the mean misses the target."""
-        option, replicas = size.sizing.option, size.replicas
-        assert replicas is not None
-        first: float | None = size.attainment
-        for more in range(MAX_CORRECTIONS):
-            if replicas + more > option.max_replicas:
-                break
-            seeds = range(0 if first is None else 1, self._seeds)
-            traffics = [replace(self._whole, seed=seed) for seed in seeds]
-            trials = [Trial(option, replicas + more, traffic) for traffic in traffics]
-            values = self._run(f"seeds: {option.name}", trials)
-            share = ConfidenceInterval((*([] if first is None else [first]), *values), len(self._workload))
-            if share.mean >= self._target:
-                return SizedFleet(option, replicas + more, share, replicas - 1)
-            first = None
-        self.eliminated.append(EliminatedOption(option, 1.0, None, share.mean))
-        return None
+        """The fewest replicas of an option that meet the target on average over all seeds."""
+        option, recorded = size.sizing.option, size.replicas
+        assert recorded is not None
+        shares: dict[int, ConfidenceInterval] = {}
+
+        def meets(replicas: int) -> bool:
+            known = (size.attainment,) if replicas == recorded else ()
+            traffics = [replace(self._whole, seed=seed) for seed in range(len(known), self._seeds)]
+            values = self._run(f"seeds: {option.name}", [Trial(option, replicas, traffic) for traffic in traffics])
+            shares[replicas] = ConfidenceInterval((*known, *values), len(self._workload))
+            return shares[replicas].mean >= self._target
+
+        replicas = smallest(meets, recorded, option.max_replicas)
+        if replicas is None:
+            self.eliminated.append(EliminatedOption(option, 1.0, None, shares[option.max_replicas].mean))
+            return None
+        return SizedFleet(option, replicas, shares[replicas], recorded, shares.get(replicas - 1))
 
     def _questions(
         self, found: Sequence[SizedFleet], asked: Sequence[SizedFleet]
@@ -289,9 +293,8 @@ class CapacityPlanner:
         sizings += [self._for_more_traffic(one, usual[id(one)]) for one in asked]
         sizings += [self._faster(one, usual[id(one)], error) for one, error in zip(found, errors, strict=True)]
         sizings += [self._slower(one, usual[id(one)], error) for one, error in zip(found, errors, strict=True)]
-        busier, some = replace(self._part, rate=MORE_TRAFFIC), [one for one in asked if one.replicas > 1]
+        busier = replace(self._part, rate=MORE_TRAFFIC)
         trials = [Trial(one.option, one.replicas, busier) for one in asked]
-        trials += [Trial(one.option, one.replicas - 1, self._part) for one in some]
         answers, shares = self._ask("what if", sizings, trials)
         sizes = iter(answers)
         nine = [one.replicas for one in islice(sizes, len(asked))]
@@ -299,9 +302,9 @@ class CapacityPlanner:
             [_moved(one, usual[id(one)], size) for one, size in zip(those, islice(sizes, len(those)), strict=True)]
             for those in (asked, found, found)
         )
-        down = dict(zip(map(id, some), shares[len(asked) :], strict=True))
+        none = ConfidenceInterval((0.0,), len(self._workload))
         what_if = [
-            WhatIf(nine[place], shares[place], more[place].replicas, down.get(id(one), 0.0), self._part.requests)
+            WhatIf(nine[place], shares[place], more[place].replicas, one.one_fewer or none, self._part.requests)
             for place, one in enumerate(asked)
         ]
         bounds = CostErrorBounds(
@@ -317,7 +320,7 @@ class CapacityPlanner:
     def _usual(self, found: Sequence[SizedFleet]) -> list[_PartSizing]:
         """The size of each fleet on the part of the trace on which changes are simulated."""
         if self._part == self._whole:
-            return [_PartSizing(one.replicas, one.too_few, one.replicas) for one in found]
+            return [_PartSizing(one.recorded, one.recorded - 1, one.recorded) for one in found]
         begin = [Sizing(one.option, self._part, self._target, one.replicas) for one in found]
         missing = [sizing for sizing in begin if sizing.option.name not in self._on_part]
         for size in self._do("the busiest part", missing):
@@ -331,7 +334,7 @@ class CapacityPlanner:
     def _for_one_more_nine(self, one: SizedFleet) -> Sizing:
         """Size a fleet for one more nine of attainment, on the whole trace."""
         target = 1.0 - (1.0 - self._target) / 10.0
-        sizing = Sizing(one.option, self._whole, target, one.replicas + 1, too_few=one.too_few)
+        sizing = Sizing(one.option, self._whole, target, one.replicas + 1, too_few=one.recorded - 1)
         return _knowing(sizing, one.replicas, one.attainment.values[0])
 
     def _for_more_traffic(self, one: SizedFleet, usual: _PartSizing) -> Sizing:
