@@ -36,6 +36,9 @@ class Ask:
 
     leaves_after: tokens after which it hangs up; None for never.
     slow_s: seconds it takes before each read.
+    chat: the content of a message, instead of the prompt's ids.
+    n: how many answers. Greedy ones are all the same.
+    priority: as in the API; other requests may preempt it.
     """
 
     number: int
@@ -46,13 +49,45 @@ class Ask:
     leaves_after: int | None = None
     slow_s: float = 0.0
     router: int = 0
+    chat: str = ""
+    n: int = 1
+    priority: int = 0
+
+    @property
+    def path(self) -> str:
+        """The API that it uses."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self) -> dict[str, Any]:
+        """The fields that it sends."""
+        fields = {"messages": [{"role": "user", "content": self.chat}]} if self.chat else {"prompt": self.prompt}
+        fields |= {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": True, "stream": self.stream}
+        fields |= {"return_token_ids": True, "n": self.n, "priority": self.priority}
+        return fields | ({"stream_options": {"include_usage": True}} if self.stream else {})
+
+    def prompt_ids(self) -> list[int]:
+        """The prompt as the engine computes it."""
+        if not self.chat:
+            return self.prompt
+        tokenizer, template = text_side(MODEL)
+        text = template.render([{"role": "user", "content": self.chat}])
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
     def __str__(self) -> str:
         how = "stream" if self.stream else "whole"
         if self.leaves_after is not None:
             how += f", leaves after {self.leaves_after}"
-        size = f"{len(self.prompt)} + {self.tokens} tokens"
+        size = f"{len(self.prompt_ids())} + {self.n} x {self.tokens} tokens"
         return f"{self.at_s:.2f} s: request {self.number} to router{self.router}, {size}, {how}"
+
+
+@dataclass
+class Answer:
+    """What has come of one answer."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
 
 
 @dataclass
@@ -60,28 +95,27 @@ class Seen:
     """What the client saw. `end`: "" while open; done, left, broken, or an error's status and code."""
 
     ask: Ask
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
+    answers: dict[int, Answer] = field(default_factory=dict)
     end: str = ""
-    finish: str | None = None
     usage: dict[str, Any] | None = None
     wrong: list[str] = field(default_factory=list)
     ended_s: float = 0.0
 
+    @property
+    def token_count(self) -> int:
+        """Tokens so far."""
+        return sum(len(answer.tokens) for answer in self.answers.values())
+
 
 async def run(ask: Ask, seen: Seen, address: tuple[str, int]) -> None:
     """Send the request and read its answer into `seen`."""
-    body = {"prompt": ask.prompt, "max_tokens": ask.tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": ask.stream, "return_token_ids": True}
-    if ask.stream:
-        body["stream_options"] = {"include_usage": True}
-    data = json.dumps(body).encode()
+    data = json.dumps(ask.body()).encode()
     try:
         reader, writer = await asyncio.open_connection(*address)
     except OSError:
         seen.end = "broken"
         return
-    lines = ["POST /v1/completions HTTP/1.1", "Host: fleet", "Content-Type: application/json"]
+    lines = [f"POST {ask.path} HTTP/1.1", "Host: fleet", "Content-Type: application/json"]
     lines.append(f"Content-Length: {len(data)}\r\n\r\n")
     writer.write("\r\n".join(lines).encode() + data)
     try:
@@ -128,7 +162,7 @@ async def _read_stream(ask: Ask, seen: Seen, reader: asyncio.StreamReader) -> No
             done = _event(seen, event)
             if seen.end:
                 return
-        if ask.leaves_after is not None and len(seen.tokens) >= ask.leaves_after:
+        if ask.leaves_after is not None and seen.token_count >= ask.leaves_after:
             seen.end = "left"
             return
     if text or not done:
@@ -153,31 +187,63 @@ def _event(seen: Seen, event: bytes) -> bool:
 
 
 def _take(seen: Seen, fields: dict[str, Any]) -> None:
-    choice = fields["choices"][0]
-    if seen.finish is not None and (choice.get("text") or choice.get("token_ids")):
-        seen.wrong.append("output after its finish")
-    seen.tokens += choice.get("token_ids") or []
-    seen.text += choice.get("text") or ""
-    if choice.get("finish_reason") is not None:
-        if seen.finish is not None:
-            seen.wrong.append("two finish reasons")
-        seen.finish = choice["finish_reason"]
+    for choice in fields["choices"]:
+        answer = seen.answers.setdefault(choice["index"], Answer())
+        part = choice.get("delta") or choice.get("message") or {}
+        text, tokens = choice.get("text") or part.get("content") or "", choice.get("token_ids") or []
+        if answer.finish is not None and (text or tokens):
+            seen.wrong.append("output after its finish")
+        answer.text += text
+        answer.tokens += tokens
+        if choice.get("finish_reason") is not None:
+            if answer.finish is not None:
+                seen.wrong.append("two finish reasons")
+            answer.finish = choice["finish_reason"]
+
+
+async def post(address: tuple[str, int], path: str, body: dict[str, Any]) -> int:
+    """Call a control route; returns the status, 0 if nothing answers."""
+    data = json.dumps(body).encode()
+    try:
+        reader, writer = await asyncio.open_connection(*address)
+    except OSError:
+        return 0
+    lines = [f"POST {path} HTTP/1.1", f"Host: {address[0]}", "Content-Type: application/json", "Connection: close"]
+    lines.append(f"Content-Length: {len(data)}\r\n\r\n")
+    writer.write("\r\n".join(lines).encode() + data)
+    try:
+        return int((await reader.readuntil(b"\r\n")).split(b" ")[1])
+    except (asyncio.IncompleteReadError, OSError):
+        return 0
+    finally:
+        writer.close()
 
 
 def violations(seen: Seen) -> list[str]:
     """What is wrong with an answer, whatever happened to the fleet."""
-    ask, found = seen.ask, list(seen.wrong)
-    true = true_tokens(ask.prompt, ask.tokens)
-    if seen.tokens != true[: len(seen.tokens)]:
-        found.append(f"tokens {seen.tokens[:8]}... are not a prefix of {true[:8]}...")
+    ask, found, prompt = seen.ask, list(seen.wrong), seen.ask.prompt_ids()
+    true = true_tokens(prompt, ask.tokens)
+    for answer in seen.answers.values():
+        if answer.tokens != true[: len(answer.tokens)]:
+            found.append(f"tokens {answer.tokens[:8]}... are not a prefix of {true[:8]}...")
+        elif seen.end == "done":
+            found += _incomplete(answer, true)
     if seen.end == "done":
-        if seen.tokens != true:
-            found.append(f"{len(seen.tokens)} of {ask.tokens} tokens")
-        if seen.text != true_text(true):
-            found.append(f"text {seen.text[:40]!r} instead of {true_text(true)[:40]!r}")
-        if seen.finish != "length":
-            found.append(f"finish reason {seen.finish}")
-        usage = seen.usage or {}
-        if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != (len(ask.prompt), ask.tokens):
+        usage, wanted = seen.usage or {}, (len(prompt), ask.n * ask.tokens)
+        if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != wanted:
             found.append(f"usage {usage}")
+        if len(seen.answers) != ask.n:
+            found.append(f"{len(seen.answers)} of {ask.n} answers")
     return [f"request {ask.number}: {text}" for text in found]
+
+
+def _incomplete(answer: Answer, true: list[int]) -> list[str]:
+    """What is wrong with an answer that has ended well."""
+    found = []
+    if len(answer.tokens) < len(true):
+        found.append(f"{len(answer.tokens)} of {len(true)} tokens")
+    if answer.text != true_text(true):
+        found.append(f"text {answer.text[:40]!r} instead of {true_text(true)[:40]!r}")
+    if answer.finish != "length":
+        found.append(f"finish reason {answer.finish}")
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.world import client
 from tests.world.clock import NS, Clock, installed
-from tests.world.engine import Engine
+from tests.world.engine import PORT, Engine
 from tests.world.lockstep import LockstepThread
 from tests.world.loop import WorldLoop, current
 from tests.world.network import FakeSocket, Network, Process
@@ -199,10 +199,23 @@ class World:
             case "slow":
                 self.network.slow[fault.target] = 0.3
                 later(self.network.slow.pop, fault.target, None)
+            case "flush":
+                self._order(host, "/flush_cache", {})
+            case "policy":
+                self._order(host, "/v1/scheduler", {"policy": "lpm" if fault.seconds < 6 else "hits-first"})
+            case "pause":
+                self._order(host, "/pause_generation", {"mode": "retract" if fault.seconds < 6 else "in_place"})
+                later(self._order, host, "/continue_generation", {})
             case "drain":
                 host.drain() if isinstance(host, Engine) else host.process.signals[15]()
             case _:
                 raise AssertionError(fault.kind)
+
+    def _order(self, host: Any, path: str, body: dict[str, Any]) -> None:
+        """An operator calls a control route."""
+        context = contextvars.copy_context()
+        context.run(current.set, Process("operator"))
+        self.loop.create_task(client.post((host.name, PORT), path, body), context=context)
 
     # The run.
 
@@ -230,7 +243,7 @@ class World:
         for seen in self.seen:
             found += client.violations(seen)
         lost = sum(seen.end not in ("done", "left") for seen in self.seen)
-        trace = tuple((seen.ask.number, seen.end, round(seen.ended_s, 9), len(seen.tokens)) for seen in self.seen)
+        trace = tuple((seen.ask.number, seen.end, round(seen.ended_s, 9), seen.token_count) for seen in self.seen)
         return Outcome(self.seen, found, begun / NS, lost, hash((trace, self.network.segments)))
 
     def _end(self) -> None:
@@ -288,13 +301,16 @@ class World:
             router = f"router{seen.ask.router}"
             hit = any(at <= seen.ended_s and seen.ask.at_s <= until + 10 for at, until in self.excused.get(router, []))
             if not hit:
-                found.append(f"request {seen.ask.number} was lost: {seen.end} after {len(seen.tokens)} tokens")
+                found.append(f"request {seen.ask.number} was lost: {seen.end} after {seen.token_count} tokens")
         return found
 
 
 def _harmless(line: str) -> bool:
     """Errors that say what a fault did, not that something is wrong."""
     return any(part in line for part in ("scheduler ended", "was killed"))
+
+
+WORDS = ("once", "upon", "time", "girl", "who", "found", "an", "old", "yard", "of", "trains", "and", "a", "bird")
 
 
 def make_story(seed: int) -> Story:
@@ -317,11 +333,26 @@ def make_story(seed: int) -> Story:
                 leaves_after=rng.randrange(tokens) if rng.random() < 0.1 else None,
                 slow_s=rng.choice((0.0, 0.0, 0.0, 0.05)),
                 router=rng.randrange(routers),
+                chat=" ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 30))) if rng.random() < 0.3 else "",
+                n=rng.choice((1,) * 9 + (3,)),
+                priority=rng.choice((0, 0, 0, 1, 5)),
             )
         )
     spared = rng.randrange(engines)
     harmed = [f"engine{i}" for i in range(engines) if i != spared]
-    kinds = ("kill", "power", "kill scheduler", "stop", "partition", "half-open", "slow", "drain")
+    kinds = (
+        "kill",
+        "power",
+        "kill scheduler",
+        "stop",
+        "partition",
+        "half-open",
+        "slow",
+        "drain",
+        "flush",
+        "policy",
+        "pause",
+    )
     faults = [
         Fault(rng.uniform(1, seconds), rng.choice(kinds), rng.choice(harmed), rng.uniform(0.2, 12))
         for _ in range(rng.randint(5, 9))
@@ -336,7 +367,10 @@ def make_story(seed: int) -> Story:
         "enable_mixed_chunk": rng.random() < 0.5,
         "schedule_policy": rng.choice(("fcfs", "lpm", "hrrn", "mlfq")),
         "disable_overlap_schedule": rng.random() < 0.3,
+        "enable_priority_scheduling": rng.random() < 0.3,
     }
+    if rng.random() < 0.3:
+        settings |= {"speculative_algorithm": "NGRAM", "mock_draft_acceptance": rng.choice((0.2, 0.8))}
     return Story(
         seed, engines, routers, rng.choice((1, 1, 2)), asks, sorted(faults, key=lambda fault: fault.at_s), settings
     )
