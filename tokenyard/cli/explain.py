@@ -32,7 +32,28 @@ def explain(namespace: argparse.Namespace) -> int:
     for answer in found["answers"]:
         console.print(answer_table(found["id"], answer))
         console.print(f"  {escape(answer['summary'])}\n")
+    if "cache" in found:
+        console.print(f"  {escape(cache_line(found))}\n")
     return 0
+
+
+CAUSES = {
+    "first": "no earlier turn of this session is known here",
+    "other_salt": "the turn before had another cache salt",
+    "other_adapter": "the turn before had another adapter",
+    "hit": "all of the turn before was cached",
+    "lost": "the turn before stands in this prompt, but its KV was evicted, is at another engine or rank, or the chat "
+    "template writes it differently now",
+    "unknown": "the answer has not ended",
+}
+
+
+def cache_line(found: dict[str, Any]) -> str:
+    """One sentence that says why a turn's prompt was cached as far as it was."""
+    cache = found["cache"]
+    why = CAUSES.get(cache["cause"]) or f"{cache['part']} differs from the turn before, {cache['before']}"
+    tokens = f"{cache['cached_tokens']} of {cache['prompt_tokens']} prompt tokens were cached"
+    return f"turn {found.get('turn', 0)} of session {found.get('session', '')}: {tokens}; {why}"
 
 
 def fetch(url: str, request_id: str, key: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenyard.base import TokenyardError
@@ -104,6 +105,12 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _cache_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", type=Path, help="body of a request, as JSON")
+    parser.add_argument("after", type=Path, help="body of the request after it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
 COMMANDS = (
     Command("serve", "serve a model over HTTP", "tokenyard.cli.serve:serve", True, _serve_arguments),
     Command(
@@ -129,6 +136,13 @@ COMMANDS = (
         "tokenyard.cli.explain:explain",
         False,
         _explain_arguments,
+    ),
+    Command(
+        "cache-check",
+        "say where the prompt of a request leaves that of the request before it",
+        "tokenyard.cli.cache_check:cache_check",
+        False,
+        _cache_check_arguments,
     ),
     Command(
         "top",

@@ -11,6 +11,7 @@ from tokenyard.base import InvalidRequestError, OverloadedError, Slo
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.server.engine_client import ControlClient, EngineClient, GenerateClient
 from tokenyard.server.http.errors import HttpError
+from tokenyard.server.http.prompt_history import PromptHistory
 from tokenyard.server.metrics.prometheus import Metrics
 from tokenyard.server.metrics.request_log import RequestLog
 from tokenyard.server.metrics.request_timeline import StreamProfile
@@ -83,8 +84,11 @@ class ServerState:
         self.metrics = Metrics(options.model_name, options.metrics_compat, options.info.get("page_size", 1))
         self.observer_factories: list[ObserverFactory] = [lambda spec, headers: self.metrics.tracker(spec)]
         if options.log_requests:
-            self.observer_factories.append(lambda spec, headers: RequestLog(spec, content=options.log_requests_content))
+            self.observer_factories.append(
+                lambda spec, headers: RequestLog(spec, content=options.log_requests_content, prompts=self.prompts)
+            )
         self.responses = ResponseStore()
+        self.prompts = PromptHistory()
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
         self._started_as = uuid.uuid4().hex

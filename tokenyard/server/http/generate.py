@@ -34,7 +34,7 @@ class RequestContext:
     headers: by lower-case name.
     reply: the response to write.
     tenant: the tenant whose API key the request carries, here or at the router, "" for none.
-    messages: the conversation, [] for a prompt that is none.
+    messages, tools: the conversation and its tools, [] for a prompt that is none.
     reading: how the answer to a conversation is parsed, None for plain text.
     turn: the turn of a session that the request is; None before its answers are begun.
     ended: the requests whose answers have ended by themselves, each with its tenant.
@@ -48,6 +48,7 @@ class RequestContext:
     reply: HttpResponse
     tenant: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
     reading: ParserOptions | None = None
     turn: Turn | None = None
     ended: dict[str, str] = field(default_factory=dict)
@@ -123,11 +124,14 @@ class AnswerReader(Reader):
 
     def __init__(self, call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
         self._reply, self._place, self._take = call.reply, place, take
-        self._spec, self._ended = spec, call.ended
+        self._spec, self._ended, self._prompts = spec, call.ended, call.state.prompts
         self._watchers = call.state.watchers(spec, call.headers)
 
     def write(self, delta: OutputDelta) -> None:
         """Take a delta. Raises the error of a request that was refused or failed."""
+        if delta.finish is not None and self._spec.session:
+            cached = delta.prompt_tokens, delta.cached_tokens
+            self._prompts.answered(self._spec.tenant, self._spec.session, self._spec.rid, *cached)
         for watcher in self._watchers:
             watcher.delta(delta)
         if delta.finish is not None:
@@ -182,6 +186,16 @@ async def _run_one(call: RequestContext, spec: GenerateReqInput, place: int, tak
     spec.rid = spec.rid or uuid.uuid4().hex
     spec.age_ns = call.age_ns
     with call.state.open_request(spec.rid):
+        if spec.session and call.messages:
+            call.state.prompts.began(
+                spec.tenant,
+                spec.session,
+                spec.rid,
+                call.messages,
+                call.tools,
+                salt=spec.cache_salt,
+                adapter=spec.lora,
+            )
         reader = AnswerReader(call, spec, place, take)
         await call.manager.feed(spec, reader, reader.see)
 

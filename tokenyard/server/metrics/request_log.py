@@ -11,6 +11,7 @@ from typing import Any
 from tokenyard.base import NS_PER_MS, Finish
 from tokenyard.base.log_format import quoted_word
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.server.http.prompt_history import PromptHistory
 from tokenyard.server.native.explain import wall_s
 
 log = logging.getLogger("tokenyard.requests")
@@ -23,8 +24,9 @@ MAX_LOGGED_CHARS = 2000
 class RequestLog:
     """Logs the answers of one request, with `content` also the beginning of prompt and answer."""
 
-    def __init__(self, spec: GenerateReqInput, *, content: bool) -> None:
+    def __init__(self, spec: GenerateReqInput, *, content: bool, prompts: PromptHistory) -> None:
         self._spec = spec
+        self._prompts = prompts
         self._content = content
         self._texts: dict[int, str] = {}
 
@@ -57,6 +59,8 @@ class RequestLog:
         }
         if self._spec.session:
             fields |= {"session": self._spec.session, "turn": self._spec.turn}
+            if (report := self._prompts.report(self._spec.rid)) is not None:
+                fields |= {"cache": report.cause, "changed": report.part}
         if self._content:
             prompt = self._spec.text if self._spec.text is not None else f"{finish.prompt_tokens} token ids"
             fields |= {"prompt": prompt[:MAX_LOGGED_CHARS], "output": self._texts.get(index, "")[:MAX_LOGGED_CHARS]}

@@ -390,7 +390,9 @@ async def close_session(state: State, body: Body, request: Request) -> dict[str,
     if not fields.session_id:
         raise InvalidRequestError("session_id is empty; give the session's id", param="session_id")
     tenant = request.scope.get(TENANT) or fields.tenant or request.headers.get("x-tenant") or fields.user or ""
-    await state.control.end_session(SessionEnded(short_session(fields.session_id), tenant))
+    session = short_session(fields.session_id)
+    state.prompts.closed(tenant, session)
+    await state.control.end_session(SessionEnded(session, tenant))
     return {"success": True}
 
 

@@ -89,7 +89,10 @@ async def explain_request(state: State, request_id: str) -> dict[str, Any]:
         message = f"nothing is known of request {request_id!r}; it ended too long ago or never arrived"
         raise HttpError("request_not_found", message)
     turns = [turn for rid in rids if (turn := control.turn_of(rid)) is not None]
-    about = {"session": turns[0][0], "turn": turns[0][1]} if turns else {}
+    about: dict[str, Any] = {"session": turns[0][0], "turn": turns[0][1]} if turns else {}
+    reports = [report.describe() for rid in rids if (report := state.prompts.report(rid)) is not None]
+    if reports:
+        about["cache"] = reports[0]
     return {"id": request_id, **about, "answers": answers}
 
 

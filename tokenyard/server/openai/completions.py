@@ -138,7 +138,7 @@ async def prepare_chat(call: RequestContext, body: ChatRequest) -> PreparedReque
         forced=use.forced,
         parallel=use.parallel,
     )
-    call.messages, call.reading = body.messages, job.reading
+    call.messages, call.tools, call.reading = body.messages, body.tools or [], job.reading
     if job.reading is not None:
         for spec in job.specs:
             spec.text_options.keep_ids = call.state.style.keep_ids

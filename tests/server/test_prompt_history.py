@@ -1,0 +1,85 @@
+"""Why a turn's prompt was cached as far as it was."""
+
+import logging
+
+import pytest
+
+from tests.server.fake import FakeManager
+from tests.server.test_explain import EXPLAINED
+from tokenyard.cli.explain import cache_line
+from tokenyard.server.http import prompt_history
+from tokenyard.server.http.prompt_history import PromptHistory
+
+ASK, SAY, MORE = ({"role": role, "content": f"{role} says"} for role in ("user", "assistant", "user"))
+TOOL = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
+
+
+def turn(history, rid, messages, cached, tokens=1000, tenant="a", tools=(), **other):
+    history.began(tenant, "s", rid, messages, tools, **other)
+    history.answered(tenant, "s", rid, tokens, cached)
+    return history.report(rid)
+
+
+@pytest.mark.parametrize(
+    ("messages", "other", "cached", "cause", "part"),
+    [
+        ([ASK, SAY, MORE], {}, 990, "hit", ""),
+        ([ASK, SAY, MORE], {}, 300, "lost", ""),
+        ([{**ASK, "content": "now"}, SAY, MORE], {}, 0, "changed", "messages[0]"),
+        ([], {}, 0, "changed", "messages[0]"),
+        ([ASK, SAY, MORE], {"tools": []}, 0, "changed", "tools[0]"),
+        ([ASK, SAY, MORE], {"tools": [{**TOOL, "strict": True}]}, 0, "changed", "tools[0]"),
+        ([ASK, SAY, MORE], {"salt": "x"}, 0, "other_salt", ""),
+        ([ASK, SAY, MORE], {"adapter": "x"}, 0, "other_adapter", ""),
+        ([ASK, SAY, MORE], {"tenant": "b"}, 0, "first", ""),
+    ],
+)
+def test_causes(messages, other, cached, cause, part):
+    history = PromptHistory()
+    assert turn(history, "r1", [ASK], 0, tools=[TOOL]).cause == "first"
+    report = turn(history, "r2", messages, cached, tokens=1200, **{"tools": [TOOL], **other})
+    assert (report.cause, report.part) == (cause, part)
+    if cause != "first":
+        assert (report.before, report.before_tokens) == ("r1", 1000)
+    assert cache_line({"session": "s", "turn": 1, "cache": report.describe()}).startswith("turn 1 of session s: ")
+
+
+def test_markers_that_move_change_nothing():
+    parts = [{"type": "text", "text": "hello"}]
+    marked = [{**parts[0], "cache_control": {"type": "ephemeral"}}]
+    history = PromptHistory()
+    turn(history, "r1", [{"role": "user", "content": marked}], 0)
+    assert turn(history, "r2", [{"role": "user", "content": parts}, SAY, MORE], 1000).cause == "hit"
+
+
+def test_it_is_bounded_in_age_number_and_bytes(monkeypatch):
+    now = 0.0
+    history = PromptHistory(lambda: now)
+    turn(history, "r1", [ASK], 0)
+    now = prompt_history.MAX_AGE_S + 1
+    assert turn(history, "r2", [ASK, SAY], 0).cause == "first"
+    monkeypatch.setattr(prompt_history, "MAX_SESSIONS", 3)
+    for i in range(9):
+        history.began("", f"s{i}", f"r{i}", [ASK], [])
+    assert len(history) == 3
+    monkeypatch.setattr(prompt_history, "MAX_HISTORY_BYTES", 1000)
+    history.began("", "large", "r", [ASK] * 100, [])
+    assert len(history) == 0
+    history.began("", "small", "r", [ASK], [])
+    history.closed("", "small")
+    assert len(history) == 0
+
+
+def test_explain_and_the_log_have_the_cause(start, caplog):
+    manager = FakeManager()
+    manager.explanations = {"r1": [EXPLAINED], "r2": [EXPLAINED]}
+    server = start(manager, log_requests=True)
+    with caplog.at_level(logging.INFO, "tokenyard.requests"):
+        for rid, first in (("r1", "hello"), ("r2", "world")):
+            messages = [{"role": "user", "content": first}]
+            body = {"messages": messages, "session_id": "s", "rid": rid}
+            assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+    cache = server.client.get("/v1/requests/r2/explain").json()["cache"]
+    assert (cache["cause"], cache["part"], cache["before"]) == ("changed", "messages[0]", "r1")
+    fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    assert [(entry["cache"], entry["changed"]) for entry in fields] == [("first", ""), ("changed", "messages[0]")]

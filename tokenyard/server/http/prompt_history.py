@@ -1,0 +1,145 @@
+"""What of a turn's prompt stood in the session's turn before, and so why its prefix was or was not cached.
+
+Prompts are kept as digests of their parts, bounded in number, bytes and age. A session is that of a tenant.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from tokenyard.base.prompt_parts import DIGEST_BYTES, digest, first_difference, parts_of
+
+MAX_SESSIONS = 4096
+MAX_REPORTS = 4096
+MAX_HISTORY_BYTES = 16_000_000
+MAX_AGE_S = 3600.0
+MAX_LOST_TOKENS = 128
+"""Tokens at the end of the turn before that need not be cached: the last page, and what a template writes there."""
+
+Cause = Literal["first", "other_salt", "other_adapter", "changed", "hit", "lost", "unknown"]
+
+
+@dataclass(slots=True)
+class CacheReport:
+    """Why a turn's prompt was cached as far as it was.
+
+    cause: "first": no turn of its session is known. "other_salt", "other_adapter": the turn before had another one.
+        "changed": the prompt differs from the one before in `part`. "hit": all of the one before was cached. "lost": it
+        stands in this prompt, but its KV was evicted, is at another engine or rank, or the chat template writes it
+        differently now. "unknown": the answer has not begun.
+    part: the first part of the turn before that changed, by its name in the conversation; "" for none.
+    before: the request id of the turn before, "" for none.
+    before_tokens: the tokens of its prompt.
+    prompt_tokens, cached_tokens: those of this turn.
+    """
+
+    cause: Cause = "unknown"
+    part: str = ""
+    before: str = ""
+    before_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """The prompt of a turn.
+
+    names, digests: of its parts; digests are joined.
+    """
+
+    rid: str
+    salt: str
+    adapter: str
+    names: list[str] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    tokens: int = 0
+    at_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes, about."""
+        return 200 + len(self.digests) * (DIGEST_BYTES + 50)
+
+
+class PromptHistory:
+    """The latest prompt of each session, and reports of the latest turns by request id."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: OrderedDict[tuple[str, str], Prompt] = OrderedDict()
+        self._reports: OrderedDict[str, CacheReport] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def report(self, rid: str) -> CacheReport | None:
+        """The report of a request, None if it is no turn of a session or was too long ago."""
+        return self._reports.get(rid)
+
+    def began(
+        self,
+        tenant: str,
+        session: str,
+        rid: str,
+        messages: Sequence[Any],
+        tools: Sequence[Any],
+        *,
+        salt: str = "",
+        adapter: str = "",
+    ) -> CacheReport:
+        """A turn arrives; its prompt takes the place of the one before. The report gets its cause with `answered`."""
+        parts = [(name, digest(content)) for name, content in parts_of(tools, messages)]
+        prompt = Prompt(rid, salt, adapter, [name for name, _ in parts], [one for _, one in parts], at_s=self._clock())
+        before = self._last.pop((tenant, session), None)
+        if before is not None:
+            self._bytes -= before.nbytes
+            if before.at_s < prompt.at_s - MAX_AGE_S:
+                before = None
+        report = _compared(before, prompt)
+        self._last[tenant, session] = prompt
+        self._bytes += prompt.nbytes
+        while self._bytes > MAX_HISTORY_BYTES or len(self._last) > MAX_SESSIONS:
+            self._bytes -= self._last.popitem(last=False)[1].nbytes
+        self._reports[rid] = report
+        if len(self._reports) > MAX_REPORTS:
+            self._reports.popitem(last=False)
+        return report
+
+    def answered(self, tenant: str, session: str, rid: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """A turn's answer has begun: so many tokens of its prompt were cached."""
+        report, prompt = self._reports.get(rid), self._last.get((tenant, session))
+        if prompt is not None and prompt.rid == rid:
+            prompt.tokens = prompt_tokens
+        if report is None:
+            return
+        report.prompt_tokens, report.cached_tokens = prompt_tokens, cached_tokens
+        if report.cause == "unknown":
+            report.cause = "hit" if cached_tokens >= report.before_tokens - MAX_LOST_TOKENS else "lost"
+
+    def closed(self, tenant: str, session: str) -> None:
+        """A session has no further turns."""
+        prompt = self._last.pop((tenant, session), None)
+        if prompt is not None:
+            self._bytes -= prompt.nbytes
+
+
+def _compared(before: Prompt | None, prompt: Prompt) -> CacheReport:
+    if before is None:
+        return CacheReport("first")
+    report = CacheReport(before=before.rid, before_tokens=before.tokens)
+    place = first_difference(before.digests, prompt.digests)
+    if before.salt != prompt.salt:
+        report.cause = "other_salt"
+    elif before.adapter != prompt.adapter:
+        report.cause = "other_adapter"
+    elif place is not None:
+        report.cause, report.part = "changed", before.names[place]
+    return report
