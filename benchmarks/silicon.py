@@ -256,6 +256,9 @@ def one_in_closed_form(run: Run) -> tuple[float, float] | str:
 
 FITTED = tuple(name for name in asdict(Efficiency()) if name not in ("link", "imbalance"))
 RIDGE = 2.0
+MAX_OVERHEAD = {"request_ms": 100.0, "request_us_per_token": 50.0}
+"""Where the closed form lacks a queue, a fit would call it overhead of the request."""
+
 SWEEPS = 12
 TTFT_WEIGHT = 0.5
 
@@ -312,6 +315,7 @@ def fit(runs: Sequence[Run], prior: Efficiency) -> Efficiency:
         for i, name in enumerate(FITTED):
             if name.startswith(("memory", "expert_memory", "kv_memory", "compute", "attention")):
                 logs[i] = min(logs[i], np.log(0.95))
+            logs[i] = min(logs[i], np.log(MAX_OVERHEAD.get(name, np.inf)))
     return replace(prior, **{name: float(f"{np.exp(log):.3g}") for name, log in zip(FITTED, logs, strict=True)})
 
 

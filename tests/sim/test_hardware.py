@@ -192,3 +192,15 @@ def test_an_error_is_that_of_its_row_or_names_the_nearest():
     assert own.endswith("dense on h100_sxm with vllm")
     assert measured_error("dense", find_device("a100"), "vllm").startswith("not measured here, nearest: TTFT")
     assert measured_error("dense", find_device("a100"), "vllm").endswith("dense on h100_sxm with vllm")
+
+
+def test_what_passes_outside_the_scheduler_counts_for_the_first_token_and_the_end():
+    profile = find_device_profile("b200", "qwen3-0.6b", Hardware())
+    assert profile.request_ms > 0.0
+    one = workload((0.0, 1000, 20))
+    with_it = simulate(one, replace(setup(), profile=profile))
+    without = simulate(one, replace(setup(), profile=replace(profile, request_ms=0.0, request_us_per_token=0.0)))
+    added = profile.request_ms / 1e3 + 1000 * profile.request_us_per_token / 1e6
+    assert with_it.ttft_s[0] - without.ttft_s[0] == pytest.approx(added)
+    assert with_it.e2e_s[0] - without.e2e_s[0] == pytest.approx(added)
+    assert with_it.tpot_s[0] == without.tpot_s[0]

@@ -57,6 +57,8 @@ class Profile:
     error: the mean relative error of a step's predicted time; None if it was not measured.
     table: tables of step times, None where `terms` say it all; `terms` are then the closest linear ones.
     measured: what is known of the error against measured runs, in words; "" for nothing.
+    request_ms, request_us_per_token: what passes outside the scheduler before a request's first token, per request and
+        per token of its prompt: HTTP, tokenizing, detokenizing.
     """
 
     device: str
@@ -72,6 +74,8 @@ class Profile:
     error: float | None = None
     table: StepTable | None = None
     measured: str = ""
+    request_ms: float = 0.0
+    request_us_per_token: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for sizes that are not above zero, and for an error that is no share."""

@@ -222,12 +222,21 @@ class Outcome:
     @property
     def ttft_s(self) -> Float64Array:
         """float64[n], arrival to first token; NaN where there was none."""
-        return self._seconds(self.first_token_ns - self.arrival_ns)
+        return self._seconds(self.first_token_ns - self.arrival_ns) + self._outside_s
 
     @property
     def e2e_s(self) -> Float64Array:
         """float64[n], arrival to end; NaN for requests that did not finish."""
-        return self._seconds(self.finished_ns - self.arrival_ns)
+        return self._seconds(self.finished_ns - self.arrival_ns) + self._outside_s
+
+    @property
+    def _outside_s(self) -> Float64Array | float:
+        """float64[n], what the engine's other processes add to each request, by the first profile; 0 for nothing."""
+        profile = self.setup.profile
+        if not (profile.request_ms or profile.request_us_per_token):
+            return 0.0
+        per_token: Float64Array = profile.request_us_per_token * self.workload.prompt_tokens / 1e6
+        return profile.request_ms / 1e3 + per_token
 
     @property
     def tpot_s(self) -> Float64Array:

@@ -106,6 +106,8 @@ def data_sheet_profile(device: str, model: str, hardware: Hardware) -> Profile:
         links=_links(sheet),
         table=table,
         measured=known,
+        request_ms=0.0 if version else roofline.efficiency.request_ms,
+        request_us_per_token=0.0 if version else roofline.efficiency.request_us_per_token,
     )
 
 
