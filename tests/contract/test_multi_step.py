@@ -284,6 +284,13 @@ def test_the_simulator_serves_alike(name, pool_tokens):
     same_outcome(traffic, setup(name, settings={"disable_radix_cache": False}, kv_pool_tokens=pool_tokens))
 
 
+@pytest.mark.part(2)
+@pytest.mark.parametrize("policy", ["fcfs", "session"])
+def test_it_does_where_the_time_decides_what_is_evicted(policy):
+    changes = {"disable_radix_cache": False, "radix_eviction_policy": "reuse", "schedule_policy": policy}
+    same_outcome(synthetic("multi-turn", 60, 3.0, seed=7), setup("sglang-lpm", settings=changes, kv_pool_tokens=16_000))
+
+
 @pytest.mark.part(3)
 @pytest.mark.parametrize(
     "changes",

@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         around=st.sampled_from(AROUND),
         others=st.sampled_from(OTHER_SETTINGS),
         tokens=st.sampled_from([48, 64, 160]),
-        eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
+        eviction=st.sampled_from(["lru", "lfu", "slru", "priority", "reuse"]),
         data=st.data(),
     )
     def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, others, tokens, eviction, data):

@@ -290,7 +290,7 @@ def _settings(draw: random.Random) -> dict[str, Any]:
         in_batch_prefix_caching_check_threshold=(-1, 4),
         lpm_degrade_threshold=(2,),
         enable_dynamic_chunking=(True,),
-        radix_eviction_policy=("lfu", "slru", "priority"),
+        radix_eviction_policy=("lfu", "slru", "priority", "reuse", "reuse"),
         decode_share=(0.0, 0.3, 0.9),
         session_max_wait_s=(0.0, 0.02, 1.0),
         slo_ttft_ms=(0.0, 4.0, 50.0),

@@ -176,7 +176,7 @@ class SharedSettings:
         False, "scheduler", "do not reuse the KV of common prefixes", negated=("--enable-prefix-caching",)
     )
     radix_eviction_policy: str = setting(
-        "lru", "scheduler", "what a full prefix cache drops first: lru, lfu, fifo, mru, filo, slru or priority"
+        "lru", "scheduler", "what a full prefix cache drops first: lru, lfu, fifo, mru, filo, slru, priority or reuse"
     )
     enable_hierarchical_cache: bool = setting(
         False, "kv_store", "keep KV below the device as well, in the store of --hicache-storage-backend"

@@ -1,8 +1,12 @@
 """Which leaf of the prefix tree is evicted first."""
 
+import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
+from typing import Protocol
+
+from typing_extensions import override
 
 from tokenyard.base import ConfigError
 from tokenyard.cache.tree_node import TreeNode
@@ -16,6 +20,9 @@ path ends in one leaf.
 
 SLRU_PROTECTED_HITS = 1
 """Admissions after which slru moves a node from probation to the protected segment."""
+
+MAX_RANKED = 64
+"""Leaves that "reuse" ranks by value at a time: the least recently used ones."""
 
 _TICK_BITS = 48
 _BUCKET = 512
@@ -61,6 +68,11 @@ def priority(node: TreeNode) -> int:
     return (node.priority << _TICK_BITS) + node.last_access_tick
 
 
+def reuse(node: TreeNode) -> int:
+    """Superseded prefixes first, then least recently used; `ReuseQueue` ranks the first of these by value."""
+    return node.last_access_tick - (int(node.superseded) << _TICK_BITS)
+
+
 EVICTION_POLICIES: dict[str, EvictionPolicy] = {
     "lru": lru,
     "lfu": lfu,
@@ -69,6 +81,7 @@ EVICTION_POLICIES: dict[str, EvictionPolicy] = {
     "filo": filo,
     "slru": slru,
     "priority": priority,
+    "reuse": reuse,
 }
 
 
@@ -154,3 +167,75 @@ class EvictionQueue:
         del self._bounds[bucket]
         if len(self._ranks[bucket]) > _BUCKET:
             self._divide(bucket)
+
+
+class Retention(Protocol):
+    """What it is worth to keep KV, for eviction policy "reuse"."""
+
+    @property
+    def stamp(self) -> int:
+        """Values hold as long as this stays the same."""
+
+    def values(self, leaves: list[TreeNode]) -> list[float]:
+        """Seconds of recomputation that keeping a token at the end of each leaf is expected to save per second."""
+
+
+class ReuseQueue(EvictionQueue):
+    """Superseded leaves first, then the one with the lowest value of the `MAX_RANKED` least recently used ones.
+
+    Values change with time, so leaves are ranked anew when one is drawn, at most once per stamp of `retention`.
+    Without `retention` it is LRU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(reuse)
+        self.retention: Retention | None = None
+        self._stamp = -1
+        self._ranked: list[tuple[float, int, int, TreeNode]] = []
+        self._exposed: list[TreeNode] = []
+        self._count = 0
+
+    @override
+    def push(self, node: TreeNode) -> None:
+        super().push(node)
+        if len(self._exposed) < MAX_RANKED:
+            self._exposed.append(node)
+
+    @override
+    def first(self) -> TreeNode:
+        oldest = super().first()
+        if self.retention is None or oldest.superseded:
+            return oldest
+        self._rank(self.retention)
+        while self._ranked:
+            _, rank, _, node = self._ranked[0]
+            if node.eviction_rank == rank:
+                return node
+            heapq.heappop(self._ranked)
+        self._stamp = -1
+        self._rank(self.retention)
+        return self._ranked[0][3]
+
+    @override
+    def in_order(self) -> Iterator[TreeNode]:
+        leaves = list(super().in_order())
+        if self.retention is None or not leaves:
+            return iter(leaves)
+        first = sum(1 for leaf in leaves if leaf.superseded)
+        oldest = leaves[first : first + MAX_RANKED]
+        values = dict(zip(map(id, oldest), self.retention.values(oldest), strict=True))
+        oldest.sort(key=lambda leaf: (values[id(leaf)], leaf.last_access_tick))
+        return iter(leaves[:first] + oldest + leaves[first + MAX_RANKED :])
+
+    def _rank(self, retention: Retention) -> None:
+        """Rank the oldest leaves, or, if that was done at this stamp, add those that have come since."""
+        if retention.stamp != self._stamp or len(self._exposed) >= MAX_RANKED:
+            self._stamp, self._ranked = retention.stamp, []
+            found = list(islice(super().in_order(), MAX_RANKED))
+        else:
+            found = [node for node in self._exposed if node.eviction_rank is not None]
+        self._exposed = []
+        for value, node in zip(retention.values(found), found, strict=True):
+            assert node.eviction_rank is not None
+            self._count += 1
+            heapq.heappush(self._ranked, (value, node.eviction_rank, self._count, node))

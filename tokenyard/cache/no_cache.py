@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from tokenyard.base import Int32Array, PrefixListener
+from tokenyard.cache.eviction import Retention
 from tokenyard.cache.kv_events import KvEvent
 from tokenyard.cache.radix_cache import InsertResult, MatchResult
 from tokenyard.cache.tree_node import NO_PAGES, TreeNode
@@ -66,6 +67,12 @@ class NoCache:
     def eviction_candidates(self, num_pages: int) -> list[TreeNode]:
         """No leaves."""
         return []
+
+    def retain_by(self, retention: Retention | None) -> None:
+        """Nothing is kept."""
+
+    def supersede(self, node: TreeNode) -> None:
+        """Nothing is kept."""
 
     def record_hit(self, node: TreeNode) -> None:
         """Do nothing."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.base import Int32Array, PrefixListener
-from tokenyard.cache.eviction import EvictionQueue, get_eviction_policy
+from tokenyard.cache.eviction import EvictionQueue, Retention, ReuseQueue, get_eviction_policy
 from tokenyard.cache.kv_events import KvEvent, KvEventLog
 from tokenyard.cache.tree_node import NO_PAGES, TOKEN_BYTES, TOKEN_DTYPE, TreeNode
 
@@ -55,7 +55,8 @@ class RadixCache:
 
     eviction_policy: a name of `EVICTION_POLICIES`; ConfigError otherwise. `match`, `insert` and the end of a lock
         refresh a node's last access. For lfu and slru, a hit is a call of `record_hit` (a request was admitted),
-        because a blocked request may match in every step. Under priority, a larger number stays longer.
+        because a blocked request may match in every step. Under priority, a larger number stays longer. Under reuse,
+        `retain_by` sets what KV is worth.
     enable_kv_events: keep a log of blocks stored and removed, which grows until `drain_events` is called.
     listeners: called on every change (see PrefixListener). Clearing the tree evicts node by node, children first.
     """
@@ -70,7 +71,8 @@ class RadixCache:
         self.protected_pages = 0
         self.listeners: list[PrefixListener] = []
         self._page_bytes = page_size * TOKEN_BYTES
-        self._queue = EvictionQueue(get_eviction_policy(eviction_policy))
+        policy = get_eviction_policy(eviction_policy)
+        self._queue = ReuseQueue() if eviction_policy == "reuse" else EvictionQueue(policy)
         self._roots: dict[str, TreeNode] = {}
         self._sweep_at = _MIN_ROOTS_TO_SWEEP
         self._tick = 0
@@ -83,6 +85,22 @@ class RadixCache:
         """The number of pages that the tree owns."""
         return self.evictable_pages + self.protected_pages
 
+    @property
+    def tick(self) -> int:
+        """The latest tick of the tree's counter."""
+        return self._tick
+
+    def retain_by(self, retention: Retention | None) -> None:
+        """Rank leaves by these values from now on; only eviction policy "reuse" does."""
+        if isinstance(self._queue, ReuseQueue):
+            self._queue.retention = retention
+
+    def supersede(self, node: TreeNode) -> None:
+        """`node` is not expected to be used again: eviction policy "reuse" evicts it first, until it is matched."""
+        node.superseded = True
+        if node.eviction_rank is not None:
+            self._queue.push(node)
+
     def match(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> MatchResult:
         """The longest prefix of `key` in the tree, at most `max_tokens`, in whole pages; the root if there is none.
 
@@ -91,6 +109,7 @@ class RadixCache:
         end = len(key) if max_tokens is None else min(len(key), max_tokens * TOKEN_BYTES)
         self._tick += 1
         node = self._descend(self._root(namespace), key, end - end % self._page_bytes)
+        node.superseded = False
         if node.eviction_rank is not None:
             self._queue.push(node)
         return MatchResult(node, node.depth_tokens)
@@ -365,6 +384,7 @@ class RadixCache:
     def _add_leaf(self, parent: TreeNode, key: bytes, pages: Int32Array, priority: int) -> TreeNode:
         depth = parent.depth_tokens + len(pages) * self.page_size
         node = TreeNode(parent, key, pages, depth, self._tick, priority)
+        parent.superseded = False
         if parent.eviction_rank is not None:
             self._queue.discard(parent)
         parent.children[key[: self._page_bytes]] = node
@@ -391,6 +411,7 @@ class RadixCache:
             lower.hits,
             int(lower.locked),
         )
+        upper.superseded = lower.superseded
         parent.children[lower.key[:size]] = upper
         lower.key, lower.pages, lower.parent = lower.key[cut:], lower.pages[cut // size :].copy(), upper
         upper.children[lower.key[:size]] = lower

@@ -25,6 +25,7 @@ class TreeNode:
     hits: admissions that used this run.
     priority: the highest priority with which it or a node below it was inserted.
     namespace: the namespace of a root; empty elsewhere.
+    superseded: it is not expected to be used again; only eviction policy "reuse" reads it.
     tag: for use by a listener. An empty root stays while it is tagged.
     eviction_rank: its rank in the eviction queue; None while it cannot be evicted.
     """
@@ -43,6 +44,7 @@ class TreeNode:
         "pages",
         "parent",
         "priority",
+        "superseded",
         "tag",
     )
 
@@ -68,6 +70,7 @@ class TreeNode:
         self.hits = 0
         self.priority = priority
         self.namespace = namespace
+        self.superseded = False
         self.tag: Any = None
         self.eviction_rank: int | None = None
 

@@ -4,7 +4,7 @@ import difflib
 from copy import deepcopy
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.policy import adaptive, deadline, fair, hits_first, mlfq, queue_orders, session, sjf
+from tokenyard.policy import adaptive, deadline, fair, hits_first, mlfq, programs, queue_orders, session, sjf
 from tokenyard.policy.base import Policy
 from tokenyard.policy.priority import Priority
 from tokenyard.policy.priority_function import load_object
@@ -18,6 +18,7 @@ _LISTED: list[type[Policy]] = [
     *sjf.POLICIES,
     *hits_first.POLICIES,
     *session.POLICIES,
+    *programs.POLICIES,
     *mlfq.POLICIES,
     *deadline.POLICIES,
     *fair.POLICIES,

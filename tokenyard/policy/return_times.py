@@ -11,6 +11,11 @@ WIDTHS_S = np.diff(BORDERS_S, append=2 * BORDERS_S[-1])
 KINDS = {"": 0, "tool": 1, "user": 2}
 """What a turn ended with: not known, a call of a tool, an answer to a person."""
 
+NO_SESSION = len(KINDS)
+"""The kind of KV of requests without a session, which is idle since its last use; the next one is that of KV that was
+hit before.
+"""
+
 PRIOR_WEIGHT = 0.25
 """Gaps that each interval counts before any was seen: returns become rarer with the logarithm of the idle time."""
 
@@ -22,7 +27,7 @@ class ReturnTimes:
     """How often sessions that were idle for so long came back, by the kind of their last stop."""
 
     def __init__(self) -> None:
-        shape = (len(KINDS), len(BORDERS_S))
+        shape = (len(KINDS) + 2, len(BORDERS_S))
         self._back: Float64Array = np.full(shape, PRIOR_WEIGHT)
         self._gone: Float64Array = np.full(shape, PRIOR_WEIGHT / 4)
         self._index: Float64Array | None = None

@@ -95,7 +95,9 @@ def _fitting(memory: KvMemory, plan: StepPlan, further: int) -> int:
     """For how many of `further` more steps enough pages are free."""
     # A row takes a page whenever it begins one, which is every `page_size` steps.
     period = np.bincount(memory.page_size - 1 - plan.starts % memory.page_size, minlength=memory.page_size)
-    free = memory.allocator.available + memory.tree.evictable_pages
+    # With eviction policy "reuse" it depends on the time which pages are evicted.
+    evictable = 0 if memory.evicts_by_time else memory.tree.evictable_pages
+    free = memory.allocator.available + evictable
     return int(np.searchsorted(np.cumsum(np.resize(period, further)), free, side="right"))
 
 

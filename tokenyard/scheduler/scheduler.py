@@ -280,7 +280,7 @@ class Scheduler:
     def turn_ended(self, event: TurnEnded, now: int) -> None:
         """What the latest answer of a session ended with; unknown sessions are ignored."""
         if self.state.sessions is not None:
-            self.state.sessions.turn_ended(event.tenant, event.session, event.kind)
+            self.state.sessions.turn_ended(event.tenant, event.session, event.kind, event.ttl_ns)
 
     def session_ended(self, event: SessionEnded, now: int) -> None:
         """A session has no further turns; unknown sessions are ignored."""
@@ -333,6 +333,8 @@ class Scheduler:
     def plan(self, now: int) -> StepPlan | None:
         """The next step, or None if there is nothing to do before the next event or commit."""
         self.state.expire(now)
+        if self.state.sessions is not None and self.state.memory.evicts_by_time:
+            self.state.sessions.begin_step(self.state.cost, now)
         if self.state.stores is not None:
             self._offer_stores(self.state.stores)
         if self._paused or len(self._in_flight) >= self.state.settings.max_in_flight:

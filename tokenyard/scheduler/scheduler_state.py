@@ -565,15 +565,25 @@ class SchedulerState:
         self._watch_sessions()
 
     def _watch_sessions(self) -> None:
-        """Keep the table of sessions while the policy reads it and there is a tree."""
-        wanted = self.policy.needs_sessions and self.memory.tree.enabled
+        """Keep the table of sessions while the policy or the eviction reads it and there is a tree."""
+        wanted = (self.policy.needs_sessions or self._evicts_by_reuse) and self.memory.tree.enabled
         if not wanted and self.sessions is not None:
             self.sessions.close()
             self.sessions = None
         if wanted and self.sessions is None:
-            self.sessions = SessionTable(self.memory.tree)
+            self.sessions = self._session_table()
             for row in self.known_rows(self.table.numbers()):
                 self.sessions.arrived(int(self.table.number[row]), self.table.request(row), 0)
+
+    @property
+    def _evicts_by_reuse(self) -> bool:
+        return self.settings.radix_eviction_policy == "reuse"
+
+    def _session_table(self) -> SessionTable:
+        table = SessionTable(self.memory.tree, self.settings.tenants, self.info.num_pages * self.settings.page_size)
+        if self._evicts_by_reuse:
+            self.memory.tree.retain_by(table)
+        return table
 
     def _watch_holders(self) -> None:
         """Count which rows hold which prefixes while the headroom or a tenant has a use for it and there is a tree."""
@@ -609,7 +619,7 @@ class SchedulerState:
         if self.holders is not None:
             self.holders = PrefixHolders(self.table, self.memory.tree)
         if self.sessions is not None:
-            self.sessions = SessionTable(self.memory.tree)
+            self.sessions = self._session_table()
 
     def known_rows(self, numbers: list[int]) -> list[int]:
         """Rows of those requests that have not ended."""

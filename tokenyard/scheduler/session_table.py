@@ -1,22 +1,45 @@
-"""Which sessions are idle between two turns, for how long, and how much of their KV is in the prefix tree.
+"""Which sessions are idle between two turns, for how long, how much of their KV is in the prefix tree, and what it is
+worth to keep it.
 
 A session belongs to its tenant: the same id of another tenant is another session. The table is active only while the
-policy reads it, and it never keeps KV from being evicted.
+policy or the eviction reads it, and it never keeps KV from being evicted: it only ranks.
 """
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from tokenyard.base import PrefixListener, Request
-from tokenyard.policy.return_times import KINDS, ReturnTimes
+from tokenyard.base import NS_PER_MS, NS_PER_S, CostModel, PrefixListener, Request, TenantSettings
+from tokenyard.policy.prefill_time import PrefillTime
+from tokenyard.policy.return_times import KINDS, NO_SESSION, ReturnTimes
 from tokenyard.policy.views import IdleSessions
 
 MAX_SESSIONS = 4096
 MAX_NAME_BYTES = 256
 """Requests with longer session ids count as none, so that the table's memory is bounded."""
+
+MAX_IDLE_NS = 3600 * NS_PER_S
+"""KV of a session that has been idle for so long has no value; the session counts as ended."""
+
+RANK_AGAIN_NS = 50 * NS_PER_MS
+CHEAP_S = 1.5
+WAITING_PER_S, MISS_PER_S = 1.0, 1 / 300
+"""Expected uses per second of KV of a session whose turn waits: where little of it was evicted, and else."""
+
+TTL_SHARE = 0.5
+"""Share of the pool in which KV with an explicit time to live is kept ahead of all other."""
+
+MAX_TTLS = 256
+"""Of so many sessions the time to live counts, those whose turns ended first."""
+
+TTL_VALUE = 1e9
+MAX_TIMES = 4096
+PRIOR_COST = PrefillTime(1.0, 1.0 / 50_000)
+"""Without a cost model: a token behind 50,000 others takes twice the time of the first one."""
 
 Key = tuple[str, str]
 """Tenant and session."""
@@ -30,22 +53,63 @@ class Session:
     idle_ns: when its latest answer ended.
     kind: index into `KINDS`.
     node: the end of its latest prompt in the tree, or of what is left of it; None if it has none there.
+    tokens: the end of its latest prompt when its answer ended.
+    kept_until_ns: the end of an explicit time to live; 0 for none.
     """
 
     open: set[int] = field(default_factory=set)
     idle_ns: int = 0
     kind: int = 0
     node: Any = None
+    tokens: int = 0
+    kept_until_ns: int = 0
+
+
+class AccessTimes:
+    """When the ticks of the tree were, to within a second or a small part of the time since."""
+
+    def __init__(self) -> None:
+        self._ticks: list[int] = []
+        self._times: list[int] = []
+
+    def note(self, tick: int, now: int) -> None:
+        """`tick` is the latest one at `now` (ns)."""
+        if self._times and (tick == self._ticks[-1] or now - self._times[-1] < NS_PER_S):
+            return
+        self._ticks.append(tick)
+        self._times.append(now)
+        if len(self._ticks) > MAX_TIMES:
+            half = MAX_TIMES // 2
+            self._ticks[:half], self._times[:half] = self._ticks[:half:2], self._times[:half:2]
+
+    def of(self, tick: int) -> int:
+        """The time (ns) of a tick; that of the first noted one for older ones."""
+        place = bisect_right(self._ticks, tick) - 1
+        return self._times[max(place, 0)] if self._times else 0
 
 
 class SessionTable(IdleSessions, PrefixListener):
-    """The sessions with the latest turns, at most `MAX_SESSIONS`, and when such sessions come back."""
+    """The sessions with the latest turns, at most `MAX_SESSIONS`, and when such sessions come back.
 
-    def __init__(self, tree: Any) -> None:
+    It is also the `cache.eviction.Retention` of eviction policy "reuse". The value of a leaf is the time to recompute
+    a token at its end times the rate of returns (`ReturnTimes.index`) of the sessions whose prompts end there, or of
+    requests without a session. A leaf of a session that was idle for `MAX_IDLE_NS` has none, whatever was learned.
+    """
+
+    def __init__(
+        self, tree: Any, tenants: Mapping[str, TenantSettings] | None = None, total_tokens: int = 2**62
+    ) -> None:
         self.returns = ReturnTimes()
         self._tree = tree
+        self._tenants = tenants or {}
+        self._total_tokens = total_tokens
         self._sessions: dict[Key, Session] = {}
         self._at: dict[Any, dict[Key, None]] = {}
+        self._kept: dict[Key, None] = {}
+        self._times = AccessTimes()
+        self._now = 0
+        self._cost: CostModel | None = None
+        self._honoured: set[Key] = set()
         tree.listeners.append(self)
 
     def __len__(self) -> int:
@@ -54,11 +118,18 @@ class SessionTable(IdleSessions, PrefixListener):
     def close(self) -> None:
         """Stop watching the tree."""
         self._tree.listeners.remove(self)
+        self._tree.retain_by(None)
+
+    def begin_step(self, cost: CostModel | None, now: int) -> None:
+        """The scheduler plans a step at `now` (ns)."""
+        self._cost, self._now = cost, now
+        self._times.note(self._tree.tick, now)
 
     def arrived(self, number: int, request: Request, now: int) -> None:
         """The answer `number` of a request joins the queue."""
         key = _key(request)
         if key is None:
+            self._learn_from(request, now)
             return
         session = self._sessions.pop(key, None)
         if session is None:
@@ -68,9 +139,10 @@ class SessionTable(IdleSessions, PrefixListener):
         # The order of the dict is that of the latest turns.
         self._sessions[key] = session
         session.open.add(number)
-        self._move(key, session, None)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._drop(next(iter(self._sessions)), now)
+        oldest, first = next(iter(self._sessions.items()))
+        idle = not first.open and now - first.idle_ns > MAX_IDLE_NS
+        if idle or len(self._sessions) > MAX_SESSIONS:
+            self._drop(oldest, now)
 
     def ended(self, number: int, request: Request, node: Any, now: int) -> None:
         """An answer has ended; `node` is the end of its prefix in the tree, None if it has none."""
@@ -79,15 +151,29 @@ class SessionTable(IdleSessions, PrefixListener):
         if key is None or session is None or number not in session.open:
             return
         session.open.discard(number)
-        session.idle_ns, session.kind = now, 0
-        if not session.open and node is not None and node.parent is not None:
-            self._move(key, session, node)
+        session.idle_ns, session.kind, session.kept_until_ns = now, 0, 0
+        self._kept.pop(key, None)
+        if session.open:
+            return
+        before, node = session.node, None if node is None or node.parent is None else node
+        self._move(key, session, node)
+        session.tokens = 0 if node is None else node.depth_tokens
+        if before is not None and before is not node:
+            self._supersede(before, node)
 
-    def turn_ended(self, tenant: str, name: str, kind: str) -> None:
-        """The latest answer of a tenant's session ended with a stop of this kind."""
-        session = self._sessions.get((tenant, name))
-        if session is not None and not session.open:
-            session.kind = KINDS[kind]
+    def turn_ended(self, tenant: str, name: str, kind: str, ttl_ns: int = -1) -> None:
+        """The latest answer of a tenant's session ended with a stop of this kind.
+
+        With `ttl_ns` its KV is kept for so long ahead of KV without, within the bounds that `values` states.
+        """
+        key = tenant, name
+        session = self._sessions.get(key)
+        if session is None or session.open:
+            return
+        session.kind = KINDS[kind]
+        if ttl_ns > 0:
+            session.kept_until_ns = session.idle_ns + min(ttl_ns, MAX_IDLE_NS)
+            self._kept[key] = None
 
     def session_ended(self, tenant: str, name: str, now: int) -> None:
         """A tenant's session has no further turns."""
@@ -97,11 +183,73 @@ class SessionTable(IdleSessions, PrefixListener):
 
     @override
     def expected_tokens(self, now: int, least_per_s: float) -> int:
-        idle = [self._sessions[key] for keys in self._at.values() for key in keys]
+        found = (self._sessions[key] for keys in self._at.values() for key in keys)
+        idle = [session for session in found if not session.open]
         kinds = np.array([session.kind for session in idle], np.int32)
         idle_ns = now - np.array([session.idle_ns for session in idle], np.int64)
         tokens = np.array([session.node.depth_tokens for session in idle], np.int64)
         return int(tokens[self.returns.index(kinds, idle_ns) >= least_per_s].sum())
+
+    # ---- cache.eviction.Retention ------------------------------------------------------------------------------
+
+    @property
+    def stamp(self) -> int:
+        """Values hold for `RANK_AGAIN_NS`."""
+        return self._now // RANK_AGAIN_NS
+
+    def values(self, leaves: list[Any]) -> list[float]:
+        """What it is worth to keep each leaf.
+
+        KV with a time to live has more value than any other, up to `TTL_SHARE` of the pool, of which a tenant with a
+        `kv_share` gets that share; what exceeds it, and what exceeds `MAX_TTLS` sessions, counts as if it had none.
+        """
+        time = PRIOR_COST if self._cost is None else PrefillTime.of(self._cost)
+        self._honoured = self._sessions_kept()
+        found = []
+        for leaf in leaves:
+            keys = self._at.get(leaf) or self._at.get(leaf.parent)
+            per_s = self._without_session(leaf) if keys is None else sum(self._uses_per_s(key, time) for key in keys)
+            found.append(per_s * (time.token_s + time.area_s * leaf.depth_tokens))
+        return found
+
+    def _uses_per_s(self, key: Key, time: PrefillTime) -> float:
+        session = self._sessions[key]
+        if session.open:
+            if session.node.locked:
+                return 0.0
+            lost = session.tokens - session.node.depth_tokens
+            return WAITING_PER_S if time.chunk_s(session.node.depth_tokens, lost) <= CHEAP_S else MISS_PER_S
+        idle_ns = self._now - session.idle_ns
+        if idle_ns > MAX_IDLE_NS:
+            return 0.0
+        return self._index(session.kind, idle_ns) + TTL_VALUE * (key in self._honoured)
+
+    def _without_session(self, leaf: Any) -> float:
+        idle_ns = self._now - self._times.of(leaf.last_access_tick)
+        return 0.0 if idle_ns > MAX_IDLE_NS else self._index(_kind_without_session(leaf), idle_ns)
+
+    def _index(self, kind: int, idle_ns: int) -> float:
+        return float(self.returns.index(np.array([kind], np.int32), np.array([idle_ns]))[0])
+
+    def _sessions_kept(self) -> set[Key]:
+        """The sessions whose explicit time to live is honoured now, in the order in which their turns ended."""
+        kept: set[Key] = set()
+        tokens, own = 0, dict.fromkeys(self._tenants, 0)
+        for key in list(self._kept)[:MAX_TTLS]:
+            session, tenant = self._sessions[key], key[0]
+            if session.open or session.node is None or self._now >= session.kept_until_ns:
+                del self._kept[key]
+                continue
+            share = self._tenants[tenant].kv_share if tenant in self._tenants else 0.0
+            depth = session.node.depth_tokens
+            tokens += depth
+            if share:
+                own[tenant] += depth
+            if tokens <= TTL_SHARE * self._total_tokens and (
+                not share or own[tenant] <= TTL_SHARE * share * self._total_tokens
+            ):
+                kept.add(key)
+        return kept
 
     # ---- base.PrefixListener -----------------------------------------------------------------------------------
 
@@ -116,8 +264,38 @@ class SessionTable(IdleSessions, PrefixListener):
     @override
     def evicted(self, node: Any) -> None:
         """What is left of a session's prefix ends at the parent."""
-        for key in list(self._at.get(node, ())):
-            self._move(key, self._sessions[key], None if node.parent.parent is None else node.parent)
+        parent = node.parent
+        keys = list(self._at.get(node, ()))
+        for key in keys:
+            self._move(key, self._sessions[key], None if parent.parent is None else parent)
+        if keys or parent in self._at:
+            return
+        if node.superseded:
+            if parent.parent is not None and not parent.children:
+                self._tree.supersede(parent)
+        elif parent.children or parent.parent is None or parent.last_access_tick != node.last_access_tick:
+            # The rest of a leaf that was cut goes later; it counts once.
+            self.returns.lost(_kind_without_session(node), self._now - self._times.of(node.last_access_tick))
+
+    # ---- helpers -----------------------------------------------------------------------------------------------
+
+    def _learn_from(self, request: Request, now: int) -> None:
+        """A request without a session came. If most of its prompt is here, it continues what one before it has left."""
+        ids = request.known_ids
+        found = self._tree.find(ids.tobytes(), request.namespace, len(ids) - 1)
+        node = found.node
+        if 2 * found.tokens >= len(ids) and not node.locked and node not in self._at:
+            self.returns.came_back(_kind_without_session(node), now - self._times.of(node.last_access_tick))
+
+    def _supersede(self, before: Any, node: Any) -> None:
+        """A session's prompt ended at `before` and ends at `node` now: what is not on the way there is superseded."""
+        path = set()
+        while node is not None:
+            path.add(node)
+            node = node.parent
+        for old in (before, *before.children.values()):
+            if old not in path and not old.children and not old.locked and old not in self._at:
+                self._tree.supersede(old)
 
     def _move(self, key: Key, session: Session, node: Any) -> None:
         if session.node is not None:
@@ -131,9 +309,17 @@ class SessionTable(IdleSessions, PrefixListener):
 
     def _drop(self, key: Key, now: int) -> None:
         session = self._sessions.pop(key)
+        before = session.node
         self._move(key, session, None)
+        self._kept.pop(key, None)
         if not session.open and session.idle_ns:
             self.returns.lost(session.kind, now - session.idle_ns)
+            if before is not None:
+                self._supersede(before, None)
+
+
+def _kind_without_session(leaf: Any) -> int:
+    return NO_SESSION + int(leaf.hits > 0)
 
 
 def _key(request: Request) -> Key | None:
