@@ -1,13 +1,14 @@
-"""Sessions of coding agents under several policies and loads, in the simulator.
+r"""Sessions of coding agents under several policies and loads, in the simulator.
 
-    python benchmarks/agents.py [--loads 40,20,10] [--seeds 3] [--rows "lpm --step-budget time" ...] [--jobs 2]
+    python -m benchmarks.agents [--loads 40,20,10] [--seeds 3] [--rows "lpm --step-budget time" ...] [--jobs 2] \
+        [--json FILE] [--markdown benchmarks/results/agents.md]
 
 A 70B model on eight H100 with a KV pool of 1.2 M tokens serves 160 sessions, drawn from kv-cache-tester's public
 ones. A load is a number of sessions that are active at any time (40: contexts of 3.2 times the pool, 20: 1.6, 10:
 0.8), or, as `24/h`, the rate at which sessions arrive. All rows have mixed chunks of 8,192 tokens, at most 64 running
 requests and pages of 64. A row is a policy and any other flags of `tokenyard simulate`; the first one is fcfs with
-LRU, which is what vLLM does by default, and the ratios are to it with the same seed. Figures are means over seeds,
-with the lowest and highest ratio; the longest wait is the longest of all seeds.
+LRU, which is what vLLM does by default (lpm is SGLang's order by hits), and the ratios are to it with the same seed.
+Figures are means over seeds, with the lowest and highest ratio; the longest wait is the longest of all seeds.
 
 A policy has its price, so read a row to its end: the unluckiest turn (longest wait), the tail of TTFT, and the tokens
 that were computed again.
@@ -16,6 +17,7 @@ that were computed again.
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -39,6 +41,11 @@ BASE = "fcfs"
 ROWS = (
     "hits-first",
     "session",
+    "hits-first --radix-eviction-policy reuse",
+    "session --radix-eviction-policy reuse",
+    "fcfs --radix-eviction-policy reuse",
+    "program-fcfs",
+    "plas",
     "lpm",
     "hrrn",
     "short-first",
@@ -116,6 +123,7 @@ def main() -> None:
     parser.add_argument("--with", dest="extra", default="", help="flags that replace or add to those of all rows")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time [2]")
     parser.add_argument("--json", type=Path, help="write the figures of every run, one JSON line each, as they come")
+    parser.add_argument("--markdown", type=Path, help="write the tables and the command to this file")
     args = parser.parse_args()
     rows, loads = tuple(dict.fromkeys((BASE, *args.rows))), args.loads.split(",")
     common = ["--trace", str(args.trace), "--sessions", str(args.sessions), *COMMON.split(), *shlex.split(args.extra)]
@@ -131,8 +139,11 @@ def main() -> None:
             if args.json is not None:
                 with args.json.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(figures) + "\n")
-    for load in loads:
-        print(table(load, rows, found, args.seeds))
+    tables = [table(load, rows, found, args.seeds) for load in loads]
+    print("\n".join(tables))
+    if args.markdown is not None:
+        command = shlex.join(["python", "-m", "benchmarks.agents", *sys.argv[1:]])
+        args.markdown.write_text(f"# Sessions of agents\n\n`{command}`\n{''.join(one + chr(10) for one in tables)}")
 
 
 if __name__ == "__main__":
