@@ -16,8 +16,8 @@ All metrics of `GET /metrics`, of `tokenyard serve` and of `tokenyard route`, in
 made from the tables in `tokenyard/server/metrics/table.py` and `tokenyard/router/router_metrics.py` by
 `python tools/metrics_page.py`.
 
-No label holds an id, a tenant or any text of a client. `class` is the level of a service class: strict, high, normal or
-low. A histogram has `_bucket`, `_sum` and `_count`.
+No label holds an id or any text of a client. `tenant` is a tenant of the router's `--keys-file`. `class` is the level
+of a service class: strict, high, normal or low. A histogram has `_bucket`, `_sum` and `_count`.
 """
 
 SECTIONS = (

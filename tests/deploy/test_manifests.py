@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tokenyard.base.admin_paths import is_admin_path
 from tokenyard.cli.main import build_parser
 from tokenyard.router import router_metrics
 from tokenyard.router.admin_routes import OPEN_PATHS
@@ -78,6 +79,14 @@ def test_routers_and_engines_have_replicas_budgets_and_keys_from_secrets():
         assert deployment["metadata"]["name"] in budgets
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         assert [one for one in container["envFrom"] if "secretRef" in one]
+
+
+def test_the_router_sends_engines_their_admin_key_or_it_could_not_read_their_limits():
+    (router,) = (one for one in of_kind("Deployment") if one["metadata"]["name"] == "yard-router")
+    (sent,) = router["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert sent["name"] == "TOKENYARD_ROUTE_WORKER_API_KEY"
+    assert sent["valueFrom"]["secretKeyRef"]["key"] == "TOKENYARD_ADMIN_API_KEY"
+    assert is_admin_path("/server_info")
 
 
 def test_the_jobs_of_scraped_pods_are_those_that_the_rules_name():

@@ -127,5 +127,6 @@ def test_a_line_in_the_log_for_every_request(on, lines, caplog):
         assert (fields["outcome"], fields["status"], fields["target"], fields["tries"]) == ("done", 200, "w0", 1)
         assert (fields["prompt_tokens"], fields["cached_tokens"], fields["output_tokens"]) == (12, 4, 3)
         assert 0 <= fields["queue_ms"] <= fields["ttft_ms"] <= fields["e2e_ms"]
-        assert found[1].fields["outcome"] == "queue_timeout"
+        # The health check may or may not have seen that the worker is gone.
+        assert found[1].fields["outcome"] in ("queue_timeout", "model_unavailable")
         assert re.search(r"tenant='eve\\nRequest", found[1].getMessage())

@@ -75,6 +75,8 @@ def test_the_router_exports_its_table():
     metrics, index = RouterMetrics(), PrefixIndex(1 << 20)
     workers = HttpWorkers(RouterSettings(), index)
     workers.set_cards(workers.add("http://127.0.0.1:1", "flag"), [{"id": "m"}])
+    metrics.used("acme", "m", 3, 1, 2)
+    metrics.limited("acme")
     for counts in (metrics.errors, metrics.statuses, metrics.chosen, metrics.worker_errors):
         counts[200] += 1
     text = metrics.exposition(Dispatcher(workers, make_policy("round_robin")), open_requests=0).decode()

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import Awaitable
 from typing import Any
@@ -13,12 +14,14 @@ from typing_extensions import override
 from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
 from tokenyard.base.cross_site import is_loopback, why_cross_site, why_foreign_host
 from tokenyard.base.version import __version__
+from tokenyard.router.api_keys import KeyFile
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.errors import RouterError
 from tokenyard.router.health import ask
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.workers import HttpWorker
+from tokenyard.routing.tenant_limits import KeyUsage
 from tokenyard.ui.files import HEADERS, ROUTER_PAGE, read_file
 
 PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -27,16 +30,45 @@ FAN_OUT = frozenset({"/flush_cache", "/abort_request", "/pause_generation", "/co
 FAN_OUT_TIMEOUT_S = 10.0
 PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})
-OWN_PATHS = OPEN_PATHS | FAN_OUT | PLAIN | {"/workers", "/server_info", "/get_server_info"}
+OWN_PATHS = OPEN_PATHS | FAN_OUT | PLAIN | {"/workers", "/usage", "/server_info", "/get_server_info"}
 
 Answer = tuple[int, Any]
+
+log = logging.getLogger(__name__)
+
+
+def given_key(request: ClientRequest) -> bytes:
+    """The key that a request carries, b"" for none. Anthropic's clients send it as x-api-key."""
+    if not request.get(b"authorization"):
+        return request.get(b"x-api-key").strip()
+    scheme, _, given = request.get(b"authorization").partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _wrong_key() -> RouterError:
+    return RouterError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
 
 def check_key(request: ClientRequest, key: str) -> None:
     """Raise RouterError (401) unless the request carries `key`; no effect if `key` is empty."""
-    scheme, _, given = request.get(b"authorization").partition(b" ")
-    if key and not (scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())):
-        raise RouterError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+    if key and not hmac.compare_digest(given_key(request), key.encode()):
+        raise _wrong_key()
+
+
+def tenant_key(request: ClientRequest, settings: RouterSettings, keys: KeyFile, now_s: float) -> KeyUsage | None:
+    """What the key of a request allows, None for the API key, which is no tenant's. `now_s`: Unix time.
+
+    Raises RouterError (401) for an unknown key and for one that has expired.
+    """
+    usage = keys.find(given_key(request))
+    if usage is None:
+        if not settings.api_key:
+            raise _wrong_key()
+        check_key(request, settings.api_key)
+        return None
+    if 0.0 < usage.grant.expires_s <= now_s:
+        raise RouterError(401, "this API key has expired; ask the operator for another", code="expired_api_key")
+    return usage
 
 
 def check_site(request: ClientRequest, *, loopback_only: bool) -> None:
@@ -57,6 +89,13 @@ def check_access(request: ClientRequest, settings: RouterSettings, *, admin: boo
     check_key(request, key)
     if admin and not key:
         check_site(request, loopback_only=is_loopback(settings.host))
+
+
+def audit(request: ClientRequest, *, admin: bool) -> None:
+    """Log a line for a request that controls engines or the router."""
+    if admin and request.method not in (b"GET", b"HEAD"):
+        words = (request.method.decode(), request.target.decode("latin-1"), request.request_id.decode("latin-1"))
+        log.info("Control: %s %s rid=%s from %s", *words, request.peer or "unknown")
 
 
 class Control:
@@ -87,7 +126,14 @@ class Control:
             self._probe(front, path)
             return None
         free = path in PLAIN or path.startswith("/v1/models/")
-        check_access(request, router.settings, admin=not free)
+        if free and router.keys is not None:
+            tenant_key(request, router.settings, router.keys, time.time())
+        else:
+            check_access(request, router.settings, admin=not free)
+            audit(request, admin=not free)
+        if path == "/usage" and b"format=csv" in request.target:
+            front.answer(200, router.metrics.usage_csv(), [(b"content-type", b"text/csv; charset=utf-8")])
+            return None
         status, content = self._plain(request) if free else self._admin(request)
         if isinstance(content, Awaitable):
             return _Task(front, content)
@@ -131,6 +177,8 @@ class Control:
         path, router = request.path, self._router
         if path in FAN_OUT:
             return 200, self._fan_out(request)
+        if path == "/usage":
+            return 200, {"usage": router.metrics.usage_rows()}
         if path in ("/server_info", "/get_server_info"):
             return 200, {"version": __version__, "policy": router.policy.name, "workers": len(router.workers)}
         if request.method != b"GET" and router.settings.processes > 1:

@@ -39,6 +39,7 @@ class ClientRequest:
     body: not decoded.
     path: the decoded path, without the query.
     request_id: value of x-request-id, the client's or the router's.
+    peer: the address of the client.
     named: the first value of each header.
     """
 
@@ -50,6 +51,7 @@ class ClientRequest:
     body: bytes = b""
     path: str = ""
     request_id: bytes = b""
+    peer: str = ""
 
     named: dict[bytes, bytes] = field(default_factory=dict)
 
@@ -315,6 +317,8 @@ class ClientConnection(asyncio.Protocol):
         self.current = request
         path = request.target.partition(b"?")[0].decode("latin-1")
         request.path = unquote(path) if "%" in path else path
+        peer = self.transport.get_extra_info("peername")
+        request.peer = str(peer[0]) if isinstance(peer, tuple) else ""
         job = self._handler(self, request)
         if self.current is request:
             self.job = job

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenyard.base import NS_PER_MS, NS_PER_S, TokenyardError
 from tokenyard.base.log_format import quoted_word
+from tokenyard.router.api_keys import KeyFile
 from tokenyard.router.errors import RouterError, refusal
 from tokenyard.router.health import HealthChecker
 from tokenyard.router.request_features import BYTES_PER_TOKEN, ParsedRequest
@@ -20,6 +21,7 @@ from tokenyard.routing.dispatch import NEVER_NS, Action, Choice, Dispatcher, Pen
 from tokenyard.routing.load import DispatchedRequest
 from tokenyard.routing.policies import PolicyOptions, make_policy
 from tokenyard.routing.prefix_index import PrefixIndex
+from tokenyard.routing.tenant_limits import KeyUsage
 
 log = logging.getLogger(__name__)
 request_log = logging.getLogger("tokenyard.requests")
@@ -35,6 +37,8 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
         super().__init__(parsed, disagg=disagg)
         self.parsed = parsed
         """What the router read from its body."""
+        self.key: KeyUsage | None = None
+        """The limits that it counts against, None without a tenant's key."""
         self.waited_ns = 0
         """From its arrival until it was first sent, or refused; 0 before."""
         self.first_byte_ns = 0
@@ -47,6 +51,10 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
     @abstractmethod
     def abort(self, error: TokenyardError) -> None:
         """End it with `error` in any state."""
+
+    @abstractmethod
+    def tokens_used(self) -> tuple[int, int, int]:
+        """Tokens of prompt, cached prompt and answer; an estimate of the prompt where the answer does not report it."""
 
     @abstractmethod
     def log_fields(self) -> dict[str, Any]:
@@ -81,6 +89,7 @@ class DispatchDriver:
         )
         self.policy, self.queue = self.machine.policy, self.machine.queue
         self.exchanges: set[OpenRequest] = set()
+        self.keys = KeyFile(settings.keys_file) if settings.keys_file else None
         self.draining = False
         self.worker_headers: list[tuple[bytes, bytes]] = []
         if settings.worker_api_key:
@@ -151,9 +160,18 @@ class DispatchDriver:
         """A request has ended in any way."""
         self.exchanges.discard(request)
         self.machine.ended(request)
+        if request.key is not None:
+            self._count_usage(request, request.key)
         if self.settings.log_requests:
             log_request(request, self.now_ns())
         self.wake()
+
+    def _count_usage(self, request: OpenRequest, key: KeyUsage) -> None:
+        """A request with a tenant's key has ended: count its tokens, as its answer reports them."""
+        prompt, cached, output = request.tokens_used()
+        key.ended(prompt + output - request.facts.tokens)
+        model = self.workers.base_of(request.facts.model)
+        self.metrics.used(key.grant.tenant, model, prompt, cached, output)
 
     def prefill_ended(self, request: OpenRequest, *, computed: bool) -> None:
         """The prefill worker is done with a request."""

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 import uuid
 from itertools import count
 
@@ -10,16 +11,17 @@ from typing_extensions import override
 from tokenyard.base import TokenyardError
 from tokenyard.base.admin_paths import is_admin_path
 from tokenyard.base.sessions import conversation_of, derived_session, named_session, short_session, tenant_session
-from tokenyard.router.admin_routes import Control, check_access
+from tokenyard.router.admin_routes import Control, audit, check_access, tenant_key
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.disagg_exchange import DISAGG_PATHS, DisaggExchange
 from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.errors import RouterError
 from tokenyard.router.header_forwarding import RANK_HEADER, ROUTE_HEADER, HeaderForwarding
 from tokenyard.router.proxy_exchange import Exchange
-from tokenyard.router.request_features import ParsedRequest, Tokenize, parse_body
+from tokenyard.router.request_features import ParsedRequest, Tokenize, asked_priority, parse_body
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.stream_continuation import wants_stream
+from tokenyard.routing.tenant_limits import KeyUsage
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +58,17 @@ class Router(DispatchDriver):
         self._numbers = count()
         self._session_header = settings.session_header.lower().encode()
         self._passing = HeaderForwarding(
-            self._id, self.worker_headers, own_key=bool(settings.worker_api_key or settings.api_key)
+            self._id,
+            self.worker_headers,
+            own_key=bool(settings.worker_api_key or settings.api_key or settings.keys_file),
         )
 
     @override
     def sweep(self) -> None:
         """Expire stalled requests and connections. Called every `SWEEP_S`."""
         super().sweep()
+        if self.keys is not None:
+            self.keys.refresh()
         now = self.now()
         for connection in list(self.connections):
             connection.check_time(now, self.settings.client_timeout_secs)
@@ -103,7 +109,12 @@ class Router(DispatchDriver):
 
     def _data(self, front: ClientConnection, request: ClientRequest) -> Exchange:
         """Start an exchange with a worker. Raises TokenyardError for a request that the router refuses."""
-        check_access(request, self.settings, admin=is_admin_path(request.path))
+        admin, key = is_admin_path(request.path), None
+        if self.keys is not None and not admin:
+            key = tenant_key(request, self.settings, self.keys, time.time())
+        else:
+            check_access(request, self.settings, admin=admin)
+            audit(request, admin=admin)
         if self.draining:
             raise RouterError(503, "the router is shutting down", code="draining")
         most = self.settings.max_concurrent_requests
@@ -116,8 +127,11 @@ class Router(DispatchDriver):
         for rank in (parsed.rank, parsed.prefill_rank, parsed.decode_rank):
             if rank is not None and not self.workers.has_rank(rank):
                 raise RouterError(400, f"no worker has the rank {rank}", code="unknown_rank")
+        if key is not None:
+            self._admit(request, parsed, key)
         kind = DisaggExchange if self.workers.has_disagg_workers and request.path in DISAGG_PATHS else Exchange
         exchange = kind(self, self._passing, front, request, parsed)
+        exchange.key = key
         self.arrived(exchange)
         return exchange
 
@@ -147,6 +161,30 @@ class Router(DispatchDriver):
             name = named_session(parsed.fields, lambda one: request.get(one.encode()).decode("latin-1"), lambda _: "")
         name = name or derived_session(conversation_of(parsed.fields))
         return short_session(tenant_session(parsed.tenant, name))
+
+    def _admit(self, request: ClientRequest, parsed: ParsedRequest, key: KeyUsage) -> None:
+        """Count a request against the limits of its key. Raises RouterError (403, 429) for what the key does not allow.
+
+        Its tenant is the key's, whatever the body says.
+        """
+        grant, fields = key.grant, parsed.fields
+        for param in ("model", "lora_path"):
+            name = fields.get(param)
+            if grant.models and name is not None and name not in grant.models:
+                raise RouterError(403, f"this API key may not use {str(name)[:256]!r}", code="not_allowed", param=param)
+        if grant.models and parsed.model not in grant.models:
+            names = ", ".join(sorted(grant.models))
+            raise RouterError(
+                403, f"name a model that this API key may use: {names}", code="not_allowed", param="model"
+            )
+        if grant.max_priority is not None and asked_priority(fields, request.get(b"x-priority")) > grant.max_priority:
+            what = f"this API key allows a priority of at most {grant.max_priority}"
+            raise RouterError(403, what, code="not_allowed", param="priority")
+        parsed.tenant = grant.tenant
+        beyond = key.admit(parsed.tokens, self.now_ns())
+        if beyond:
+            self.metrics.limited(grant.tenant)
+            raise RouterError(429, f"this API key allows {beyond}; try again later", code="tenant_limit")
 
     def _check_model(self, model: str) -> None:
         """Raise RouterError (400, 404) unless a worker lists `model`: an engine's error would name only its own."""

@@ -19,7 +19,14 @@ from tokenyard.base.fleet_headers import age_text
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest, Headers
 from tokenyard.router.dispatch_driver import DispatchDriver, OpenRequest
 from tokenyard.router.errors import RouterError, error_event
-from tokenyard.router.header_forwarding import AGE_HEADER, DEBUG_HEADER, RANK_HEADER, HeaderForwarding, with_fields
+from tokenyard.router.header_forwarding import (
+    AGE_HEADER,
+    DEBUG_HEADER,
+    RANK_HEADER,
+    TENANT_HEADER,
+    HeaderForwarding,
+    with_fields,
+)
 from tokenyard.router.http1 import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
 from tokenyard.router.request_features import ParsedRequest
 from tokenyard.router.stream_continuation import (
@@ -129,6 +136,8 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         headers = self._passing.headers(self._request)
         since_ns = self.arrived_ns if self.interrupted_ns is None else self.interrupted_ns
         headers.append((AGE_HEADER, age_text(self._router.now_ns() - since_ns)))
+        if self.key is not None:
+            headers.append((TENANT_HEADER, self.key.grant.tenant.encode()))
         return headers
 
     def _extra_fields(self, target: HttpTarget) -> dict[str, Any]:
@@ -302,6 +311,15 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         if counted is None and self._resumed is not None and self._follows:
             return self._resumed.token_count
         return counted
+
+    @override
+    def tokens_used(self) -> tuple[int, int, int]:
+        prompt, cached, output = self._usage
+        if output is None:
+            output = 0 if self._resumed is None else self._resumed.token_count
+        if prompt is None:
+            prompt = self.parsed.tokens if self._started else 0
+        return prompt, cached or 0, output
 
     @override
     def log_fields(self) -> dict[str, Any]:

@@ -169,6 +169,14 @@ def _priority(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < MAX_PRIORITY else 0
 
 
+def asked_priority(fields: Mapping[str, Any], header: bytes) -> int:
+    """The highest priority that a body or the header X-Priority may mean to an engine."""
+    word = header.decode("latin-1").strip()
+    named = int(word) if word.lstrip("-").isdecimal() else word
+    given = [one for one in (fields.get("priority"), fields.get("service_tier"), named) if one not in (None, "")]
+    return max(map(_priority, given), default=0)
+
+
 def _rank(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
     """The rank that the client asks for in one of the fields `names`. Raises InvalidRequestError for a non-number."""
     for name in names:

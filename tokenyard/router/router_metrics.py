@@ -1,5 +1,7 @@
 """Metrics of the router: their table, its counters, and their exposition as Prometheus text."""
 
+import csv
+import io
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +45,11 @@ METRICS = (
     Metric("worker_breaker_open", "gauge", "1 while the circuit breaker is open", ("target",)),
     Metric("worker_state", "gauge", "1 for the current state", ("worker", "state")),
     Metric("ttft_seconds", "histogram", "request to first byte of streams", buckets=TTFT_BUCKETS_S),
+    Metric("tenant_requests_total", "counter", "requests with a tenant's key that have ended", ("tenant", "model")),
+    Metric("tenant_prompt_tokens_total", "counter", "their prompt tokens", ("tenant", "model")),
+    Metric("tenant_cached_tokens_total", "counter", "prompt tokens of theirs that were cached", ("tenant", "model")),
+    Metric("tenant_answer_tokens_total", "counter", "tokens of their answers", ("tenant", "model")),
+    Metric("tenant_limited_total", "counter", "requests refused because of a limit of their key", ("tenant",)),
     Metric("queued_requests", "gauge", "requests in the queue, by the base model that they are for", ("model",)),
     Metric("queued_tokens", "gauge", "prompt tokens of requests in the queue", ("model",)),
     Metric("sent_requests", "gauge", "requests at workers, running or queued there", ("model",)),
@@ -56,6 +63,13 @@ METRICS = (
     ),
 )
 """All metrics, in the order of /metrics."""
+
+USAGE = (
+    "tenant_requests_total",
+    "tenant_prompt_tokens_total",
+    "tenant_cached_tokens_total",
+    "tenant_answer_tokens_total",
+)
 
 Values = Mapping[tuple[str, ...], float]
 """The samples of a metric: label values -> value."""
@@ -100,6 +114,8 @@ class RouterMetrics:
     statuses: responses of workers by HTTP status.
     ttft: times to the first byte of streams.
     queue_times: times at the router until a request was sent or refused, by base model.
+    usage: by tenant and base model: requests, prompt tokens, cached prompt tokens and answer tokens.
+    limits_met: requests that were refused because of a limit of their key, by tenant.
     chosen: requests sent per target.
     worker_errors: failures per target.
     """
@@ -116,6 +132,8 @@ class RouterMetrics:
     statuses: Counter[int] = field(default_factory=Counter)
     ttft: Histogram = field(default_factory=Histogram)
     queue_times: dict[str, Histogram] = field(default_factory=dict)
+    usage: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+    limits_met: Counter[str] = field(default_factory=Counter)
     chosen: Counter[str] = field(default_factory=Counter)
     worker_errors: Counter[str] = field(default_factory=Counter)
 
@@ -126,6 +144,31 @@ class RouterMetrics:
     def first_byte(self, seconds: float) -> None:
         """A stream began `seconds` after its request arrived."""
         self.ttft.observe(seconds)
+
+    def used(self, tenant: str, model: str, prompt: int, cached: int, answer: int) -> None:
+        """A request with a tenant's key has ended, with so many tokens."""
+        row = self.usage.setdefault((tenant, model), [0, 0, 0, 0])
+        row[:] = (old + new for old, new in zip(row, (1, prompt, cached, answer), strict=True))
+
+    def limited(self, tenant: str) -> None:
+        """A request was refused because of a limit of its key."""
+        self.limits_met[tenant] += 1
+
+    def usage_rows(self) -> list[dict[str, Any]]:
+        """`usage` as rows, by tenant and model."""
+        names = ("requests", "prompt_tokens", "cached_tokens", "answer_tokens")
+        return [
+            {"tenant": tenant, "model": model, **dict(zip(names, counts, strict=True))}
+            for (tenant, model), counts in sorted(self.usage.items())
+        ]
+
+    def usage_csv(self) -> bytes:
+        """`usage` as CSV with a header."""
+        out = io.StringIO()
+        writer = csv.writer(out)
+        writer.writerow(("tenant", "model", "requests", "prompt_tokens", "cached_tokens", "answer_tokens"))
+        writer.writerows(row.values() for row in self.usage_rows())
+        return out.getvalue().encode()
 
     def waited(self, model: str, seconds: float) -> None:
         """A request for this base model was sent for the first time, or refused, `seconds` after it arrived."""
@@ -180,6 +223,8 @@ class RouterMetrics:
             "answers_total": _by(self.statuses),
             "worker_requests_total": _by(self.chosen),
             "worker_errors_total": _by(self.worker_errors),
+            "tenant_limited_total": _by(self.limits_met),
+            **{name: {key: row[place] for key, row in self.usage.items()} for place, name in enumerate(USAGE)},
         }
 
 

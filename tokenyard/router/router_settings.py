@@ -69,6 +69,9 @@ class RouterSettings:
     admin_api_key: str = setting(
         "", "listening", "key for /workers and the other admin routes [the API key]", secret=True
     )
+    keys_file: str = setting(
+        "", "listening", "YAML file of tenants' API keys with limits, read again when it changes; needs --admin-api-key"
+    )
     worker_api_key: str = setting("", "listening", "key sent to workers instead of the client's", secret=True)
 
     policy: str = setting(DEFAULT_POLICY, "choice", "policy that chooses the target", choices=POLICY_CHOICES)
@@ -180,6 +183,10 @@ class RouterSettings:
                 (
                     bool(self.tls_cert_path) == bool(self.tls_key_path),
                     "--tls-cert-path and --tls-key-path need each other; give both",
+                ),
+                (
+                    not self.keys_file or bool(self.admin_api_key),
+                    "--keys-file needs --admin-api-key, or every tenant could control the engines",
                 ),
                 (
                     not self.kv_events or bool(self.tokenizer),

@@ -19,7 +19,8 @@ TENANT = "tokenyard.tenant"
 class Authentication:
     """Requires the API key on every path except probes, metrics and the page's files, and the admin key on admin paths.
 
-    With only an API key, it opens admin paths as well. With only an admin key, the other paths are open. A key of
+    With only an API key, it opens admin paths as well. With only an admin key, the other paths are open. The admin key
+    opens all paths, as the router sends one key to its engines. A key of
     `tenant_keys` (by tenant) opens what the API key opens except admin paths, and names the tenant of the request.
     """
 
@@ -43,8 +44,10 @@ class Authentication:
         if path in OPEN_PATHS or path in SERVER_PAGE:
             return True
         given = _bearer_key(scope)
+        if self._admin_api_key and _same(given, self._admin_api_key):
+            return True
         if is_admin_path(path):
-            return _same(given, self._admin_api_key)
+            return not self._admin_api_key
         for tenant, key in self._tenant_keys:
             if _same(given, key):
                 scope[TENANT] = tenant
