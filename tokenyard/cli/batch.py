@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from tokenyard.base import ConfigError
 from tokenyard.base.admin_paths import is_admin_path
+from tokenyard.cli.answer_file import AnswerFile
 from tokenyard.local import LocalApi
 from tokenyard.offline import LLM
 
@@ -52,23 +53,33 @@ def _path(url: str) -> str:
     return "/" + url.split("://", 1)[1].partition("/")[2] if "://" in url else url
 
 
-def answer_batch(llm: LLM, lines: Sequence[BatchLine], output: TextIO) -> int:
-    """Answer all lines and write each answer when it completes; returns how many failed."""
-    failed = asyncio.run(_answer_all(LocalApi(llm), lines, output))
-    print(f"{len(lines) - failed} requests answered, {failed} failed", file=sys.stderr)
+def answer_batch(llm: LLM, lines: Sequence[BatchLine], output: AnswerFile | TextIO) -> int:
+    """Answer the lines without an answer and write each when it completes; returns how many failed."""
+    places = output.missing if isinstance(output, AnswerFile) else list(range(len(lines)))
+    failed = asyncio.run(_answer_all(LocalApi(llm), lines, places, output))
+    if isinstance(output, AnswerFile):
+        output.finish()
+    print(f"{len(places) - failed} requests answered, {failed} failed", file=sys.stderr)
     return failed
 
 
-async def _answer_all(api: LocalApi, lines: Sequence[BatchLine], output: TextIO) -> int:
-    places = asyncio.Semaphore(AT_ONCE)
+async def _answer_all(
+    api: LocalApi, lines: Sequence[BatchLine], places: Sequence[int], output: AnswerFile | TextIO
+) -> int:
+    room = asyncio.Semaphore(AT_ONCE)
 
-    async def one(line: BatchLine) -> bool:
-        async with places:
+    async def one(place: int) -> bool:
+        line = lines[place]
+        async with room:
             status, body = await api.whole("POST", _path(line["url"]), line["body"])
         response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": json.loads(body)}
-        record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line["custom_id"], "response": response}
-        output.write(json.dumps({**record, "error": None}, ensure_ascii=False) + "\n")
-        output.flush()
+        answer = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line["custom_id"], "response": response}
+        record = {**answer, "error": None}
+        if isinstance(output, AnswerFile):
+            output.add(place, record)
+        else:
+            output.write(json.dumps(record, ensure_ascii=False) + "\n")
+            output.flush()
         return status >= 400
 
-    return sum(await asyncio.gather(*(one(line) for line in lines)))
+    return sum(await asyncio.gather(*(one(place) for place in places)))

@@ -4,11 +4,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from tokenyard.base import ConfigError, SamplingParams
+from tokenyard.cli.answer_file import AnswerFile
 from tokenyard.cli.batch import BatchLine, answer_batch, check_batch_line, check_ids, is_batch_line
 from tokenyard.cli.flags import resolve
 from tokenyard.cli.progress import follow
@@ -29,14 +32,56 @@ def generate(namespace: argparse.Namespace) -> int:
     SamplingParams(**sampling).validate()
     with ExitStack() as stack:
         # Open the file first, so that a path that cannot be written fails before the run.
-        output = stack.enter_context(_open_output(namespace.output)) if namespace.output else None
+        options = [settings.model_path, None if batch is not None else [sampling, namespace.raw]]
+        lines: list[Any] = batch if batch is not None else [_line(item) for item in inputs]
+        output = _open_output(stack, namespace.output, lines, options) if namespace.output else None
+        if isinstance(output, AnswerFile) and not _say_what_is_kept(output, len(lines), namespace.output):
+            return 0
         llm = stack.enter_context(LLM.from_settings(settings))
         if batch is not None:
             return 1 if answer_batch(llm, batch, output or sys.stdout) else 0
-        prompts = [_prompt(llm, item, raw=namespace.raw) for item in inputs]
-        answers = follow(llm, llm.submit(list(prompts), llm.default_sampling_params(**sampling)))
-        _write(inputs, answers, output)
+        _answer_prompts(llm, inputs, llm.default_sampling_params(**sampling), output, raw=namespace.raw)
     return 0
+
+
+def _say_what_is_kept(output: AnswerFile, lines: int, path: str) -> int:
+    """The number of answers that are missing; says how many an earlier run left."""
+    missing = len(output.missing)
+    if not missing:
+        output.finish()
+        print(f"all {lines} answers are in {path} already; delete it to answer again", file=sys.stderr)
+    elif missing < lines:
+        print(f"{lines - missing} of {lines} answers are kept from an earlier run", file=sys.stderr)
+    return missing
+
+
+def _answer_prompts(
+    llm: LLM,
+    inputs: Sequence[str | Conversation],
+    sampling: SamplingParams,
+    output: AnswerFile | TextIO | None,
+    *,
+    raw: bool,
+) -> None:
+    """Answer prompts, and print the answers or write each when it completes."""
+    places = output.missing if isinstance(output, AnswerFile) else list(range(len(inputs)))
+    futures = llm.submit([_prompt(llm, inputs[place], raw=raw) for place in places], sampling)
+    if not isinstance(output, AnswerFile):
+        _write(inputs, follow(llm, futures), output)
+        return
+    for place, future in zip(places, futures, strict=True):
+        future.add_done_callback(partial(_keep, output, place, inputs[place]))
+    follow(llm, futures)
+    # A future wakes those that wait for it before it calls back.
+    for place, future in zip(places, futures, strict=True):
+        if place not in output.answers:
+            _keep(output, place, inputs[place], future)
+    output.finish()
+
+
+def _keep(output: AnswerFile, place: int, item: str | Conversation, future: "Future[Generation]") -> None:
+    if not future.cancelled() and future.exception() is None:
+        output.add(place, _record(item, future.result()))
 
 
 def _sorted(inputs: list[str | Conversation | BatchLine]) -> tuple[list[BatchLine] | None, list[str | Conversation]]:
@@ -123,25 +168,40 @@ def _prompt(llm: LLM, item: str | Conversation, *, raw: bool) -> Prompt:
     return item
 
 
-def _open_output(path: str) -> TextIO:
-    """The file to write to. Raises ConfigError if it cannot be opened."""
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error
+def _open_output(stack: ExitStack, path: str, lines: list[Any], options: Any) -> AnswerFile | TextIO:
+    """The file to write to, a stream where the path is that of a device or pipe. Raises ConfigError for one that cannot
+    be opened.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        try:
+            return stack.enter_context(open(path, "w", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error
+    answers = AnswerFile(path, lines, options)
+    stack.callback(answers.close)
+    return answers
+
+
+def _line(item: str | Conversation) -> dict[str, Any]:
+    """What an answer's record says of its input."""
+    return {"prompt" if isinstance(item, str) else "messages": item}
+
+
+def _record(item: str | Conversation, answer: Generation) -> dict[str, Any]:
+    """An answer as a line of the output."""
+    return {
+        **_line(item),
+        "text": answer.text,
+        "finish_reason": answer.completions[0].finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": len(answer.completions[0].token_ids),
+    }
 
 
 def _write(inputs: Sequence[str | Conversation], answers: Sequence[Generation], output: TextIO | None) -> None:
-    """Answers as JSON lines in a file or, where there are several, on standard output; a single one there as text."""
+    """Answers as JSON lines in a stream or, where there are several, on standard output; a single one there as text."""
     if output is None and len(answers) == 1:
         print(answers[0].text)
         return
     for item, answer in zip(inputs, answers, strict=True):
-        record = {
-            "prompt" if isinstance(item, str) else "messages": item,
-            "text": answer.text,
-            "finish_reason": answer.completions[0].finish_reason,
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": len(answer.completions[0].token_ids),
-        }
-        (output or sys.stdout).write(json.dumps(record, ensure_ascii=False) + "\n")
+        (output or sys.stdout).write(json.dumps(_record(item, answer), ensure_ascii=False) + "\n")

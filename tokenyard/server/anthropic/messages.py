@@ -93,12 +93,12 @@ async def count_tokens(call: RequestContext) -> None:
 def _chat(body: CountRequest) -> ChatRequest:
     """The conversation as a chat body."""
     if body.mcp_servers:
-        message = "mcp_servers: this server connects to none; connect them in the client, which sends their tools"
-        raise InvalidRequestError(message, param="mcp_servers", code="unsupported")
+        reason = "mcp_servers: this server connects to none; connect them in the client, which sends their tools"
+        raise InvalidRequestError(reason, param="mcp_servers", code="unsupported")
     conversation = _system(body.system)
     for place, message in enumerate(body.messages):
         for turn in _converted(message, f"messages[{place}]"):
-            _add(conversation, turn)
+            _add_turn(conversation, turn)
     chat = ChatRequest(messages=conversation, model=body.model)
     config = body.output_config or {}
     chat.response_format = _response_format(config.get("format") or body.output_format)
@@ -117,7 +117,7 @@ def _chat(body: CountRequest) -> ChatRequest:
     return chat
 
 
-def _add(conversation: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+def _add_turn(conversation: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     """Add a message. System text within the conversation becomes the user's, and messages of the user that follow each
     other become one, as in Anthropic's API: many templates accept nothing but turns of user and assistant.
     """

@@ -34,11 +34,11 @@ class ResponseTools:
 
     def choice(self, choice: str | Item | None) -> str | Item | None:
         """tool_choice in the form of chat completions. Raises InvalidRequestError for a tool that is not run here."""
+        if choice == "required" and not self.functions:
+            raise InvalidRequestError(self._nothing_to_call(), param="tool_choice")
+        if not isinstance(choice, dict):
+            return choice if self.functions else None
         match choice:
-            case None | "auto" | "none":
-                return choice if self.functions else None
-            case "required" if not self.functions:
-                raise InvalidRequestError(self._nothing_to_call(), param="tool_choice")
             case {"type": "function" | "custom", "name": str(name)}:
                 return {"type": "function", "function": {"name": _joined(choice.get("namespace"), name)}}
             case {"type": "allowed_tools", "tools": list(tools)}:

@@ -29,7 +29,8 @@ def rewritten(schema: Mapping[str, Any], *, lenient: bool) -> Schema:
     A `format` that is not enforced and `uniqueItems` are dropped. With `lenient` so is what else cannot be used:
     patterns with look-around, unknown types and references that lead nowhere.
     """
-    return _Rewriter(schema, lenient=lenient).of(schema)
+    found: Schema = _Rewriter(schema, lenient=lenient).of(schema)
+    return found
 
 
 class _Rewriter:
