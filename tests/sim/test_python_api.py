@@ -12,7 +12,7 @@ import tokenyard.sim
 from tests.sim.small_workloads import workload
 from tokenyard.base import ConfigError
 from tokenyard.policy import Policy
-from tokenyard.sim import Engine, Fault, Fleet, Interval, run, sweep, synthetic, trace, write_report
+from tokenyard.sim import Engine, Fault, Fleet, Hardware, Interval, run, sweep, synthetic, trace, write_report
 from tokenyard.sim.report.intervals import interval, over_seeds
 from tokenyard.sim.simulate import simulate
 
@@ -185,3 +185,10 @@ def test_the_page_runs_as_written(tmp_path, monkeypatch, capsys):
         exec(block, {})
     assert "4 combinations x 3 seeds" in capsys.readouterr().out
     assert len((tmp_path / "sweep/runs.jsonl").read_text().splitlines()) == 12
+
+
+def test_an_engine_may_be_any_model_on_any_device():
+    traffic = synthetic("plain", 20, 1.0)
+    one, two = (run(traffic, Engine("h100", "llama-3-8b", Hardware(tp=count))) for count in (1, 2))
+    assert two["tpot_s.p50"] < one["tpot_s.p50"]
+    assert two.outcome.setup.devices == 2

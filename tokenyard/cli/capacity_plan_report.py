@@ -211,10 +211,10 @@ def capacity_plan_charts(plan: CapacityPlan) -> list[Chart]:
 
 
 def _short_names(plan: CapacityPlan) -> list[str]:
-    """Names for the finalists, made of the choices in which they differ."""
+    """Names for the finalists, made of the choices in which they differ; the device if they differ in none."""
     rows = [(found.option.setup.profile.device, *map(str, _choices(found)[1:])) for found in plan.finalists]
     differ = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
-    kept = differ if any(differ) else [True] * len(differ)
+    kept = differ if any(differ) else [True, *([False] * (len(differ) - 1))]
     return [", ".join(word for word, keep in zip(row, kept, strict=True) if keep) for row in rows]
 
 

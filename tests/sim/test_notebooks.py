@@ -1,0 +1,21 @@
+"""The notebooks of the docs run from top to bottom."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "docs/notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    names = {"__name__": "notebook"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert "95 % interval" in capsys.readouterr().out
