@@ -235,8 +235,8 @@ class Outcome:
         profile = self.setup.profile
         if not (profile.request_ms or profile.request_us_per_token):
             return 0.0
-        per_token: Float64Array = profile.request_us_per_token * self.workload.prompt_tokens / 1e6
-        return profile.request_ms / 1e3 + per_token
+        prompts: Float64Array = self.workload.prompt_tokens.astype(np.float64)
+        return profile.request_ms / 1e3 + prompts * (profile.request_us_per_token / 1e6)
 
     @property
     def tpot_s(self) -> Float64Array:
