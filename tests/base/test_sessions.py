@@ -11,6 +11,7 @@ from tokenyard.base.sessions import (
     SESSION_HEADERS,
     derived_session,
     named_session,
+    split_user,
     turn_of,
 )
 
@@ -51,6 +52,15 @@ def test_the_first_in_the_order_names_the_session(earlier, later):
 )
 def test_a_request_without_a_session_has_none(fields):
     assert name(fields) == ""
+
+
+def test_a_user_is_the_same_in_all_sessions():
+    assert split_user("user_ab_account__session_22ee-31") == ("user_ab_account", "22ee-31")
+    for session in ("s", "t"):
+        user = json.dumps({"session_id": session, "device_id": "d"})
+        assert split_user(user) == ('{"device_id":"d"}', session)
+    for whole in ("someone", "{not json", "{}", '{"session_id": 3}'):
+        assert split_user(whole) == (whole, "")
 
 
 def test_a_user_id_in_json_may_hold_a_session():

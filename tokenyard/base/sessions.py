@@ -81,24 +81,28 @@ def _given(fields: Mapping[str, Any], header: Lookup, of_response: Callable[[str
     previous = fields.get("previous_response_id")
     yield of_response(previous) if isinstance(previous, str) and previous else None
     yield fields.get("prompt_cache_key")
-    yield _of_user(_inner(fields.get("metadata"), "user_id"))
+    user = _inner(fields.get("metadata"), "user_id")
+    yield split_user(user)[1] if isinstance(user, str) else None
 
 
 def _inner(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else None
 
 
-def _of_user(user: Any) -> Any:
-    """The session in a user id, None if it has none."""
-    if not isinstance(user, str):
-        return None
-    if user.startswith("{"):
-        try:
-            return _inner(orjson.loads(user), "session_id")
-        except orjson.JSONDecodeError:
-            return None
-    found = _PART_OF_USER.search(user)
-    return found[1] if found else None
+def split_user(user: str) -> tuple[str, str]:
+    """A user id of Anthropic's API without the session in it, and that session, "" if it has none."""
+    if not user.startswith("{"):
+        found = _PART_OF_USER.search(user)
+        return (user[: found.start()].rstrip("_"), found[1]) if found else (user, "")
+    try:
+        fields = orjson.loads(user)
+    except orjson.JSONDecodeError:
+        return user, ""
+    session = _inner(fields, "session_id")
+    if not isinstance(session, str):
+        return user, ""
+    del fields["session_id"]
+    return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS).decode(), session
 
 
 def short_session(name: str) -> str:

@@ -88,8 +88,6 @@ _HOMES = {
     "WorkloadBuilder": "tokenyard.sim.traces.workload",
 }
 
-__all__ = sorted(_HOMES)
-
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that a submodule does not load the whole simulator."""

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from tokenyard.base import InvalidRequestError
+from tokenyard.base.sessions import split_user
 from tokenyard.server.anthropic.client_tools import CLIENT_TOOLS
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
@@ -71,7 +72,8 @@ async def messages(call: RequestContext) -> None:
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     chat.stop = body.stop_sequences
     user = (body.metadata or {}).get("user_id")
-    chat.user = user[:256] if isinstance(user, str) else None
+    # Without the session that Claude Code has in it: tenants are users, and a session belongs to its tenant.
+    chat.user = split_user(user)[0][:256] if isinstance(user, str) else None
     chat.output_ids, chat.return_token_ids = body.output_ids, body.return_token_ids
     job = await prepare_chat(call, chat)
     writer = MessageWriter(job.head["model"])
