@@ -6,15 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 
 NS = 1_000_000_000
-WALL_OFFSET_NS = 1_790_000_000 * NS
+BEGIN_NS = 1_790_000_000 * NS
 
 
 class Clock:
-    """Nanoseconds since the world began. `sleep` is set by what can let a thread wait."""
+    """Nanoseconds since the world began. `sleep` is set by what can let a thread wait.
+
+    wall_offset_ns: what the wall clock shows more; it may jump.
+    """
 
     def __init__(self) -> None:
         # Not 0, which some code takes for "never".
         self.now_ns = NS
+        self.wall_offset_ns = BEGIN_NS
         self.sleep: Callable[[float], None] = _refuse_sleep
 
     def advance_to(self, ns: int) -> None:
@@ -32,8 +36,8 @@ def installed(clock: Clock) -> Iterator[None]:
     fakes = {
         (time, "monotonic_ns"): lambda: clock.now_ns,
         (time, "monotonic"): lambda: clock.now_ns / NS,
-        (time, "time_ns"): lambda: clock.now_ns + WALL_OFFSET_NS,
-        (time, "time"): lambda: (clock.now_ns + WALL_OFFSET_NS) / NS,
+        (time, "time_ns"): lambda: clock.now_ns + clock.wall_offset_ns,
+        (time, "time"): lambda: (clock.now_ns + clock.wall_offset_ns) / NS,
         (time, "sleep"): lambda seconds: clock.sleep(seconds),
         (gc, "collect"): lambda generation=2: 0,
         (gc, "freeze"): lambda: None,

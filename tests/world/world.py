@@ -174,7 +174,8 @@ class World:
         host = next(host for host in [*self.engines, *self.routers] if host.name == fault.target)
         if host.process is None or not host.process.alive:
             return
-        until = fault.at_s + fault.seconds
+        # A router that drains ends when its last answer has.
+        until = fault.at_s + (60.0 if fault.kind == "drain" else fault.seconds)
         self.excused.setdefault(fault.target, []).append((fault.at_s, until))
         later = lambda function, *args: self.loop.call_later(fault.seconds, function, *args)  # noqa: E731
         match fault.kind:
@@ -199,6 +200,8 @@ class World:
             case "slow":
                 self.network.slow[fault.target] = 0.3
                 later(self.network.slow.pop, fault.target, None)
+            case "wall clock":
+                self.clock.wall_offset_ns += round((fault.seconds - 6) * 1000 * NS)
             case "flush":
                 self._order(host, "/flush_cache", {})
             case "policy":
@@ -352,13 +355,14 @@ def make_story(seed: int) -> Story:
         "flush",
         "policy",
         "pause",
+        "wall clock",
     )
     faults = [
         Fault(rng.uniform(1, seconds), rng.choice(kinds), rng.choice(harmed), rng.uniform(0.2, 12))
         for _ in range(rng.randint(5, 9))
     ]
     if routers > 1 and rng.random() < 0.5:
-        faults.append(Fault(rng.uniform(1, seconds), "kill", "router1", rng.uniform(0.2, 5)))
+        faults.append(Fault(rng.uniform(1, seconds), rng.choice(("kill", "drain")), "router1", rng.uniform(0.2, 5)))
     settings = {
         "page_size": rng.choice((1, 4, 16)),
         "max_total_tokens": rng.choice((1024, 2048, 8192)),
