@@ -82,6 +82,10 @@ def folder(tmp_path_factory):
             turn = {"timestamp": 900 * n, "input_length": 600 + 9 * n, "output_length": 5 + n % 9}
             file.write(json.dumps({**turn, "hash_ids": [n % 4, 100 + n]}) + "\n")
     write_sessions(path / "sessions.tar.zst")
+    turns = [("user", "Hello"), ("assistant", "Hi"), ("user", "Who are you?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    (path / "a.json").write_text(json.dumps({"messages": messages[:1]}))
+    (path / "b.json").write_text(json.dumps({"messages": messages}))
     save_profile(get_profile("cpu", "smollm2-135m"), path / "mine.json")
     tape = str(path / "hour.tape")
     server = Server("--executor", "mock", "--record", tape, "--log-requests", "--log-format", "json")

@@ -83,7 +83,7 @@ def test_wrong_requests_are_refused(llm):
             llm.generate(no_prompt)
     with pytest.raises(InvalidRequestError, match="empty"):
         llm.generate([[]])
-    with pytest.raises(InvalidRequestError, match="takes at most"):
+    with pytest.raises(InvalidRequestError, match="maximum context length is 1024 tokens"):
         llm.generate([1] * 5000)
     with pytest.raises(InvalidRequestError, match="sampling params"):
         llm.generate(["a", "b"], [SamplingParams()])
