@@ -86,7 +86,7 @@ def test_max_new_tokens_is_cut_or_refused():
     assert make(of_ids(12, max_new_tokens=128, min_new_tokens=50)).sampling.min_new_tokens == 8
     spec = of_ids(12, max_new_tokens=9)
     spec.clamp_max_new_tokens = False
-    with pytest.raises(ContextLengthError, match=r"length is 20 tokens.* 12 in the prompt, 9 in the completion"):
+    with pytest.raises(ContextLengthError, match=r"length is 20 tokens.*12 in the prompt, 9 in the completion"):
         make(spec)
 
 

@@ -48,14 +48,13 @@ def route(namespace: argparse.Namespace) -> int:
     setproctitle.setproctitle("tokenyard: router")
     set_up_logging(settings.log_level, settings.log_format)
 
-    if not (settings.api_key or is_loopback(settings.host)):
-        log.warning(
-            "--host %s without --api-key: whoever reaches port %d may use the engines, and control them unless there is"
-            " an --admin-api-key",
-            *(settings.host, settings.port),
-        )
-
     def run_one(settings: RouterSettings, listener: socket.socket, announce: bool) -> None:
+        if announce and not (settings.api_key or is_loopback(settings.host)):
+            log.warning(
+                "--host %s without --api-key: whoever reaches port %d may use the engines, and control them unless "
+                "there is an --admin-api-key",
+                *(settings.host, settings.port),
+            )
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(settings, listener, tokenize, announce=announce))
 
