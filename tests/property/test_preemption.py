@@ -22,7 +22,7 @@ from tests.scheduler.random_programs import Job, make_program
 from tokenyard.base import KvAvailable, SchedulerSettings, TenantSettings
 from tokenyard.scheduler.row_state import RowState
 
-SEEDS = 40
+SEEDS = 80
 ENOUGH = math.inf if ALL else 10
 """So many times of a way are looked at."""
 PRIORITIES = {"enable_priority_scheduling": True}
