@@ -3,7 +3,7 @@
 import functools
 import tempfile
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.executor.driver import Driver
@@ -31,6 +31,7 @@ def executor(case, page_size, model_impl):
 
 
 @settings(max_examples=25, deadline=None)
+@example(case="qwen3.5", page_size=1, model_impl="torch", lengths=[1], moves=[[0, 0, 0]], in_flight=1, retract_after=1)
 @given(
     case=st.sampled_from(CASES),
     page_size=st.sampled_from([1, 4, 16]),

@@ -722,7 +722,11 @@ def test_refusals_of_control_paths_are_no_errors_of_requests():
 
 @pytest.mark.parametrize(("flags", "warns"), [((), True), (("--api-key", "k"), False), (("--host", "::1"), False)])
 def test_a_router_that_others_reach_without_a_key_warns(flags, warns, caplog, monkeypatch):
-    monkeypatch.setattr("tokenyard.router.process.run_all", lambda settings, run_one: None)
+    async def run_nothing(*arguments, **named):
+        pass
+
+    monkeypatch.setattr("tokenyard.router.process.run", run_nothing)
+    monkeypatch.setattr("tokenyard.router.process.run_all", lambda settings, run_one: run_one(settings, None, True))
     monkeypatch.setattr("tokenyard.cli.route.set_up_logging", lambda level, form: None)
     words = ["route", "--host", "0.0.0.0", "--worker-urls", "http://127.0.0.1:1", *flags]
     namespace = build_parser("route").parse_strictly(words)

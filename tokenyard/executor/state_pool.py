@@ -68,6 +68,11 @@ class StatePool:
         for pool_row, position, slot in plan.state_saves.tolist():
             saves.setdefault(pool_row, []).append((position, slot))
         decodes, pool_rows = plan.decode_rows, plan.pool_rows.tolist()
+        # A prompt of one token may come as a decode: it continues nothing.
+        fresh = [pool_rows[row] for row in (plan.starts[:decodes] == 0).nonzero()[0].tolist()]
+        if fresh:
+            for states in (self.conv, self.recurrent):
+                states[:, fresh] = 0
         kept = [(row, slot) for row in range(decodes) for _, slot in saves.get(pool_rows[row], ())] if saves else []
         columns = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T.to(device)
         return StateBatch(

@@ -78,8 +78,8 @@ class _Rewriter:
     def _drop_invalid(self, schema: Schema) -> None:
         """Drop what is no JSON schema. Schemas of tools are often written by hand."""
         kinds = schema.get("type")
-        kinds = kinds if isinstance(kinds, list) else [kinds]
-        known = [kind for kind in kinds if isinstance(kind, str) and kind in TYPES]
+        named = kinds if isinstance(kinds, list) else [kinds]
+        known = [kind for kind in named if isinstance(kind, str) and kind in TYPES]
         if "type" in schema and not known:
             del schema["type"]
         elif isinstance(kinds, list):
