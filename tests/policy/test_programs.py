@@ -61,6 +61,7 @@ def test_what_was_cached_is_no_service():
     assert line(yard) == [hits, computes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["program-fcfs", "plas"])
 def test_sessions_that_are_remembered_are_bounded(policy):
     """The first session is forgotten after as many others, and starts over."""

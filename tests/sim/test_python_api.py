@@ -176,6 +176,7 @@ def test_without_the_packages_the_error_says_what_to_install(tmp_path, monkeypat
         result.plot()
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_written(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).resolve().parents[2] / "docs/simulator.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page.split("## From Python")[1], re.S | re.M)
