@@ -170,6 +170,7 @@ FAMILY_CASES = {
 """Families with layers that no other family has."""
 
 QWEN3_5 = {
+    "max_position_embeddings": 1024,
     "head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
