@@ -708,6 +708,17 @@ class TestSeveralModels:
         run(main())
 
 
+def test_a_fault_of_a_control_path_is_an_answer(monkeypatch):
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (router, client):
+            monkeypatch.setattr(type(router.metrics), "usage_rows", lambda _: 1 / 0)
+            got = await client.ask("GET", "/usage")
+            assert (got.status, got.error) == (500, "internal_error")
+            assert (await client.complete()).status == 200
+
+    run(main())
+
+
 def test_refusals_of_control_paths_are_no_errors_of_requests():
     async def main():
         async with FakeWorker() as worker, routing(worker, api_key="k") as (router, client):

@@ -81,30 +81,25 @@ class Router(DispatchDriver):
     def handle(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer a request of the router's own, or start an exchange with a worker, which is returned."""
         request.request_id = self._request_id(request)
-        if self._control.takes(request):
-            return self._answer(front, request)
+        own = self._control.takes(request)
         try:
+            if own:
+                return self._control.answer(front, request)
             proxied = request.path in DATA_PATHS or request.path.startswith(DATA_PREFIXES)
             if not proxied or _DOT_SEGMENT.search(request.path):
                 what = f"there is nothing at this path: {request.method.decode()} {request.path}"
                 raise RouterError(404, what, code="not_found")
             return self._data(front, request)
         except TokenyardError as refusal:
-            self.metrics.failed(refusal.code)
+            # What the router's own paths refuse is no error of a request for a model.
+            if not own:
+                self.metrics.failed(refusal.code)
             front.fail(refusal, request.path)
         except Exception:
             log.exception("a request failed by a fault of the router")
             self.metrics.failed("internal_error")
             error = RouterError(500, "the router met an internal error; its log says more", code="internal_error")
             front.fail(error, request.path)
-        return None
-
-    def _answer(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
-        """Answer a request of the router's own. What it refuses here is no error of a request for a model."""
-        try:
-            return self._control.answer(front, request)
-        except TokenyardError as refusal:
-            front.fail(refusal, request.path)
         return None
 
     def _data(self, front: ClientConnection, request: ClientRequest) -> Exchange:
