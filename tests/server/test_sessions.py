@@ -84,6 +84,7 @@ def test_the_kind_of_stop_is_told(start, path, stream):
         ({"prompt_cache_retention": "24h"}, 86_400),
         ({"prompt_cache_retention": "in_memory"}, None),
         ({"cache_control": {"type": "ephemeral"}}, 300),
+        ({"cache_control": {"type": "ephemeral", "ttl": "}"}}, None),
         ({"messages": [{"role": "user", "content": 'say "cache_control": {"ttl": "1h"}'}]}, None),
     ],
 )
@@ -147,6 +148,13 @@ def test_a_key_closes_sessions_of_its_own_tenant(start):
     body = {"session_id": "s", "tenant": "other"}
     assert server.client.post("/close_session", json=body).status_code == 401
     headers = {"Authorization": "Bearer k"}
+    assert server.client.post("/close_session", json=body, headers=headers).status_code == 200
+    assert server.manager.ends == [SessionEnded("s", "acme")]
+
+
+def test_a_router_closes_sessions_of_the_tenant_whose_key_it_has_seen(start):
+    server = serve(start)
+    body, headers = {"session_id": "s", "tenant": "other"}, {"x-tokenyard-tenant": "acme"}
     assert server.client.post("/close_session", json=body, headers=headers).status_code == 200
     assert server.manager.ends == [SessionEnded("s", "acme")]
 

@@ -1,5 +1,6 @@
 """Sessions over HTTP: which session a request is a turn of, and how the turn ends (docs/agents.md)."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,8 +80,9 @@ def _ttl_ns(body: bytes, retention: Any) -> int:
     seconds = [_seconds(retention)]
     if b'"cache_control"' in body:
         for found in _CACHE_CONTROL.finditer(body):
-            marker = msgspec.json.decode(found[1])
-            seconds.append(_seconds(marker["ttl"]) if "ttl" in marker else DEFAULT_TTL_S)
+            with contextlib.suppress(msgspec.DecodeError):  # cut at a brace within a text
+                marker = msgspec.json.decode(found[1])
+                seconds.append(_seconds(marker["ttl"]) if "ttl" in marker else DEFAULT_TTL_S)
     longest = max(seconds)
     return -1 if longest < 0 else min(longest, MAX_TTL_S) * NS_PER_S
 

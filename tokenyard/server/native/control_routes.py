@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from tokenizers import Tokenizer
 
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams, SessionEnded
+from tokenyard.base.fleet_headers import TENANT_HEADER
 from tokenyard.base.sessions import short_session
 from tokenyard.base.version import __version__
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
@@ -389,7 +390,9 @@ async def close_session(state: State, body: Body, request: Request) -> dict[str,
     fields = parse(body, CloseSessionRequest, strict=state.options.strict_api)
     if not fields.session_id:
         raise InvalidRequestError("session_id is empty; give the session's id", param="session_id")
-    tenant = request.scope.get(TENANT) or fields.tenant or request.headers.get("x-tenant") or fields.user or ""
+    headers = request.headers
+    by_key = request.scope.get(TENANT) or headers.get(TENANT_HEADER)
+    tenant = by_key or fields.tenant or headers.get("x-tenant") or fields.user or ""
     session = short_session(fields.session_id)
     state.prompts.closed(tenant, session)
     await state.control.end_session(SessionEnded(session, tenant))
