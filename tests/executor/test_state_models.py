@@ -1,17 +1,16 @@
 """Models whose layers keep a recurrent state, against transformers, under any schedule."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.executor.crowded_yard import check_greedy_answers, yard_of
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, STATE_CASES, greedy, logits, prompt_of
-from tests.scheduler.harness import Yard
-from tokenyard.base import ConfigError, LogprobOptions, Pause, Resume, SamplingParams, SchedulerSettings
+from tokenyard.base import ConfigError, LogprobOptions
 from tokenyard.executor.layers.delta_net import causal_conv, delta_chunks, delta_step
 from tokenyard.executor.model_loader import load_executor
 
@@ -22,18 +21,6 @@ BACKENDS = ["gather", "auto"] if DEVICE == "cpu" else ["auto"]
 def load(folder, case, **options):
     sizes = {"page_size": 4, "max_total_tokens": 180, "max_pool_rows": 9, "mamba_track_interval": 8}
     return load_executor(folder(case), device=DEVICE, dtype="float32", **sizes | options)
-
-
-def yard_of(executor, **fields):
-    settings = SchedulerSettings(
-        page_size=executor.info.page_size,
-        max_running_requests=6,
-        context_length=200,
-        schedule_conservativeness=0.01,
-        clip_max_new_tokens=1,
-        **{"chunked_prefill_size": 16, "enable_mixed_chunk": True} | fields,
-    )
-    return Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
 
 
 @pytest.mark.parametrize("case", STATE_CASES)
@@ -53,26 +40,7 @@ def test_logits_do_not_depend_on_where_a_prompt_is_cut(folder, case, chunks):
 def test_greedy_tokens_are_those_of_transformers(folder, case, backend, depth):
     """Chunked, cached, retracted, paused and several at a time, with a pool that evicts."""
     yard = yard_of(load(folder, case, attention_backend=backend), max_in_flight=depth)
-    common = prompt_of(40, seed=7)
-    prompts = [common + prompt_of(3 + 4 * index, seed=index) for index in range(6)]
-    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, n=2)
-    numbers = [yard.submit(prompt, sampling=sampling) for prompt in prompts]
-    for step in range(1000):
-        if not yard.advance():
-            break
-        yard.check()
-        if step in (4, 9):
-            yard.apply(Pause("retract"))
-            yard.apply(Resume())
-    for number, prompt in zip(numbers, prompts, strict=True):
-        assert yard.tokens[number] == yard.tokens[number + 1] == greedy(case, prompt, TOKENS)
-    # The next turn continues at the last state that was saved in the first one.
-    turn = prompts[0] + yard.tokens[numbers[0]] + prompt_of(5, seed=50)
-    number = yard.submit(turn, max_new=TOKENS)
-    yard.run(depth)
-    assert yard.tokens[number] == greedy(case, turn, TOKENS)
-    counters = yard.scheduler.snapshot(0).counters
-    assert counters.hit_tokens > 40
+    counters = check_greedy_answers(yard, case, TOKENS, depth)
     assert counters.recomputed_tokens
     assert yard.scheduler.idle() is None
 

@@ -1,13 +1,11 @@
 """Models whose layers with a window have their own KV pool, against transformers and a pool that keeps all."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from tests.executor.crowded_yard import check_greedy_answers, yard_of
 from tests.executor.tiny_models import DEVICE, greedy, prompt_of
-from tests.scheduler.harness import Yard
-from tokenyard.base import ConfigError, Pause, Resume, SamplingParams, SchedulerSettings
+from tokenyard.base import ConfigError
 from tokenyard.cache import windows
 from tokenyard.executor import kv_pool
 from tokenyard.executor.model_loader import load_executor
@@ -34,18 +32,6 @@ def load(folder, case, page_size, tokens, **options):
     )
 
 
-def yard_of(executor, **fields):
-    settings = SchedulerSettings(
-        page_size=executor.info.page_size,
-        max_running_requests=6,
-        context_length=200,
-        schedule_conservativeness=0.01,
-        clip_max_new_tokens=1,
-        **{"chunked_prefill_size": 16, "enable_mixed_chunk": True} | fields,
-    )
-    return Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
-
-
 @pytest.mark.part(3)
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt-oss", "mistral-window", "qwen3-layers"])
 def test_greedy_tokens_are_those_of_transformers(folder, case, backend):
@@ -56,27 +42,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, case, backend):
     assert group.num_pages < executor.info.num_pages
     assert executor.kv_pool.windows.tensor.shape[0] + executor.kv_pool.tensor.shape[0] > 2
     yard = yard_of(executor)
-    common = prompt_of(40, seed=7)
-    prompts = [common + prompt_of(3 + 4 * index, seed=index) for index in range(6)]
-    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, n=2)
-    numbers = [yard.submit(prompt, sampling=sampling) for prompt in prompts]
-    for step in range(1000):
-        if not yard.advance():
-            break
-        yard.check()
-        if step in (4, 9):
-            yard.apply(Pause("retract"))
-            yard.apply(Resume())
-    for number, prompt in zip(numbers, prompts, strict=True):
-        assert yard.tokens[number] == yard.tokens[number + 1] == greedy(case, prompt, TOKENS)
-    # The next turn continues where the first one ended, with what its window reaches.
-    turn = prompts[0] + yard.tokens[numbers[0]] + prompt_of(5, seed=50)
-    number = yard.submit(turn, max_new=TOKENS)
-    yard.run()
-    assert yard.tokens[number] == greedy(case, turn, TOKENS)
-    assert yard.scheduler.snapshot(0).counters.hit_tokens > 40
-    assert yard.scheduler.snapshot(0).counters.recomputed_tokens
-    assert yard.scheduler.idle() is None
+    assert check_greedy_answers(yard, case, TOKENS).recomputed_tokens
 
 
 def test_one_long_row_needs_no_more_than_its_window(folder):
