@@ -32,16 +32,6 @@ SESSION_HEADERS = (
 )
 """`session-id` and `session_id` are those of Codex, `x-session-affinity` that of opencode."""
 
-SESSION_FIELDS = (
-    "session_id",
-    "nvext",
-    "conversation",
-    "previous_response_id",
-    "prompt_cache_key",
-    "metadata",
-)
-"""Fields of a body that `named_session` reads."""
-
 MAX_SESSION_CHARS = 64
 """Longer ids are kept as their digest, because servers and routers keep many."""
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from tokenyard.base import NS_PER_S
 
 MINUTE_S = 60.0
-EXPIRED, TENANT_LIMIT, NOT_ALLOWED = "expired", "tenant_limit", "not_allowed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ SPACE_IN_CALLS = "[ ]?"
 """Chat templates write calls on one line, with a space behind commas and colons or without."""
 
 SPACE_BEFORE = r"/[ \n]{0,4}/"
-REASONING_RULE = r"/(?s:.*)/"
 HARMONY_ANSWER = re.compile(r"<\|start\|>assistant$")
 """The end of a prompt after which an answer in harmony begins with a channel."""
 
