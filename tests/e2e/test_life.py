@@ -196,12 +196,12 @@ def answers(port):
 def test_a_signal_while_the_model_loads_ends_at_once(to_all):
     server = Server("--device", "cpu", ready=False)
     try:
-        assert wait_until(lambda: len(server.children()) == 2, timeout_s=30.0)
+        assert wait_until(lambda: len(server.children()) == 2, timeout_s=120.0)
         children = server.children()
         server.signal(signal.SIGTERM)
         for pid in children if to_all else []:  # as a service manager does
             os.kill(pid, signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0, server.log
         assert "did not end by itself" not in server.log
         assert "did not start" not in server.log
         assert not any(map(alive, children))

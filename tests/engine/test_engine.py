@@ -10,6 +10,7 @@ import time
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -415,6 +416,25 @@ def test_ranks_that_compute_together_end_with_the_first_that_is_given_up(togethe
     watched.watch(heard)
     watched.give_up(1, "it cannot load")
     assert heard.reported == [reported]
+
+
+def test_a_child_that_dies_before_it_gets_its_task_is_one_that_did_not_start(monkeypatch):
+    """The pipe to it is closed then. uvloop refuses to write to it, where asyncio only warns."""
+    uvloop = pytest.importorskip("uvloop")
+    begin = asyncio.create_subprocess_exec
+
+    async def begin_and_wait(*command, **options):
+        process = await begin(*command, **options)
+        await process.wait()
+        while not process.stdin.is_closing():
+            await asyncio.sleep(0.001)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", begin_and_wait)
+    monkeypatch.setitem(CHILD_MODULES, "scheduler", "keyword")
+    watched = supervisor.Supervisor(mock_config(skip_tokenizer=True), SimpleNamespace(path="nowhere"))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, pytest.raises(EngineDeadError, match="report"):
+        runner.run(watched.start())
 
 
 PARENT = """

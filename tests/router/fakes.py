@@ -171,7 +171,7 @@ class Client:
 
     port: int
 
-    async def raw(self, data, timeout_s=10.0):
+    async def raw(self, data, timeout_s=60.0):
         """All bytes that arrive until the router closes."""
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)

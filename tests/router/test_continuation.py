@@ -145,11 +145,25 @@ def test_a_restarted_worker_can_continue_its_own_stream():
     asyncio.run(main())
 
 
+class DiesInACrowd(Engine):
+    """Dies once `other` and it have begun `streams`: a worker that fails earlier gets fewer of them."""
+
+    def __init__(self, dies_after, other, streams):
+        super().__init__(1, dies_after)
+        self.other, self.streams = other, streams
+
+    async def break_off(self, writer):
+        while len(self.bodies) + len(self.other.bodies) < self.streams:
+            await asyncio.sleep(0.001)
+        await super().break_off(writer)
+
+
 def test_streams_beyond_the_retry_budget_continue():
     async def main():
+        other = Engine(2)
         async with (
-            worker("a", Engine(1, 4)) as a,
-            worker("b", Engine(2)) as b,
+            worker("a", DiesInACrowd(4, other, 60)) as a,
+            worker("b", other) as b,
             routing(a, b, policy="round_robin", retry_share=0.0) as (router, client),
         ):
             got = await asyncio.gather(*(body_of_stream(client, COMPLETIONS) for _ in range(60)))

@@ -87,6 +87,12 @@ class Child:
     restarted_with_detokenizer: bool = False
     culprit: str = ""
 
+    def write(self, message: bytes) -> None:
+        """Write to its standard input, unless it has died: its pipe is closed then."""
+        stdin = self.process.stdin
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(message)
+
     def kill(self) -> None:
         """End it at once."""
         with contextlib.suppress(ProcessLookupError):
@@ -176,11 +182,9 @@ class Supervisor:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         for child in self._children.values():
-            stdin = child.process.stdin
-            # The pipe of a child that has died is closed already.
-            if stdin is not None and not stdin.is_closing():
-                stdin.write(STOP_MESSAGE)
-                stdin.close()
+            child.write(STOP_MESSAGE)
+            if child.process.stdin is not None:
+                child.process.stdin.close()
         for child in self._children.values():
             try:
                 await asyncio.wait_for(child.process.wait(), STOP_TIMEOUT_S)
@@ -225,10 +229,9 @@ class Supervisor:
                 meeting = {"meeting": str(self._sockets.path / RENDEZVOUS_NAME)}
                 child_config = replace(child_config, executor_options=child_config.executor_options | meeting)
         task = ChildTask(child_config, os.getpid(), str(self._sockets.path), rank, source, note)
-        assert process.stdin is not None
-        process.stdin.write(encode_line(task))
         reader, pipe = await asyncio.open_connection(sock=ours, limit=MAX_REPORT_BYTES)
         child = self._children[source] = Child(name, process, reader, pipe, rank, source)
+        child.write(encode_line(task))
         return child
 
     async def _watch_detokenizer(self, child: Child) -> None:
