@@ -3,10 +3,10 @@
 import os
 
 ALL = os.environ.get("TOKENYARD_TEST_ALL") == "1"
-PART = 4
-FEWEST = 10
+PART = 6
+FEWEST = 5
 
 
 def examples(count: int) -> int:
-    """`count` in `make test-all`; otherwise a quarter of it, but at least ten."""
+    """`count` in `make test-all`; otherwise a sixth of it, but at least five."""
     return count if ALL else max(count // PART, FEWEST)

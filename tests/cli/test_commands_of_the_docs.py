@@ -101,7 +101,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("words", cases())
 def test_a_command_of_the_docs_does_what_it_says(words, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)

@@ -121,7 +121,7 @@ def test_every_preset_and_flag_that_matters_changes_the_plans(tmp_path):
     hashes = set()
     for extra in ([], ["--headroom", "ratio"], ["--max-running-requests", "8"], ["--preset", "vllm-default"]):
         out = tmp_path / "o.json"
-        tight = ["--synthetic", "plain", "--limit", "150", "--request-rate", "60", "--max-total-tokens", "48k"]
+        tight = ["--synthetic", "plain", "--limit", "60", "--request-rate", "60", "--max-total-tokens", "24k"]
         argv = [*tight, "--headroom", "history", *extra, "--json", str(out), "--quiet"]
         assert run_simulate(simulate_args(*argv)) == 0
         hashes.add(json.loads(out.read_text())["decision_hash"])
@@ -221,6 +221,7 @@ def test_the_oracle_is_shown_apart(tmp_path, capsys):
     assert hashes[1] != hashes[3]
 
 
+@pytest.mark.slow
 def test_compare_names_what_is_wrong_with_one_of_its_settings():
     with pytest.raises(ConfigError, match="no schedule policy 'nonsense'"):
         run_compare(parse(add_compare_arguments, "fcfs", "nonsense", *SMALL, "--quiet"))
@@ -265,6 +266,7 @@ def test_a_tokenizer_folder_or_a_clear_line(tmp_path):
     assert len(load_tokenizer(DEMO_MODEL)("hello there")) > 0
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("command", ["simulate", "compare", "goodput"])
 def test_the_commands_are_on_the_command_line(command, tmp_path, capsys):
     names = [] if command == "simulate" else ["sglang-default"]
@@ -428,6 +430,7 @@ def test_goodput_of_sessions_counts_sessions_per_hour(tmp_path, capsys):
     assert "requests/s" not in page
 
 
+@pytest.mark.slow
 def test_several_seeds_give_intervals_and_a_row_per_request(tmp_path, capsys):
     out, table = tmp_path / "o.json", tmp_path / "requests.csv"
     argv = ["fcfs", "slo", *SMALL, "--jobs", "1", "--seeds", "2", "--json", str(out), "--requests-out", str(table)]

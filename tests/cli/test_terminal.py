@@ -39,6 +39,7 @@ def test_tables_at_any_width(columns, monkeypatch, capsys):
     assert "SLO attainment" in capsys.readouterr().out
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "env",
     [
@@ -61,6 +62,7 @@ def test_answers_that_the_locale_cannot_hold_are_escaped():
     assert done.stdout.isascii()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&- <&-"])
 def test_closed_standard_files(redirect):
     done = run(*SIMULATE, redirect=redirect)

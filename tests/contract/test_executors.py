@@ -183,7 +183,7 @@ def test_a_prompts_vector_does_not_depend_on_its_chunks(executor, pooling):
     assert run(executor, plan).vectors == {}
 
 
-@pytest.mark.part(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_steps_that_measure_a_device_leave_no_trace(page_size):
     executor = make_torch(page_size)

@@ -276,7 +276,7 @@ def same_outcome(requests: Workload, chosen: Setup) -> Outcome:
     return repeating
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(8)
 @pytest.mark.parametrize("name", ["sglang-default", "sglang-lpm", "vllm-default", "sarathi"])
 @pytest.mark.parametrize("pool_tokens", [None, 16_000])
 def test_the_simulator_serves_alike(name, pool_tokens):

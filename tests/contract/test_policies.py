@@ -50,7 +50,7 @@ def run(name, around="", pool="ample", depth=2, **more):
     return yard
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize(("name", "around"), EVERY)
 def test_every_request_gets_its_whole_answer_once(name, around, pool):
@@ -61,7 +61,7 @@ def test_every_request_gets_its_whole_answer_once(name, around, pool):
     assert yard.scheduler.idle() is None
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize(("name", "around"), EVERY)
 def test_the_same_events_give_the_same_plans(name, around):
     first, second = (run(name, around, "tight").plans for _ in range(2))
@@ -99,7 +99,7 @@ def test_tenants_with_limits_drain_too(name):
     assert len(yard.finished) == 40
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_queue_length_is_no_limit(name):
     yard = make_yard(rows=4, schedule_policy=name)

@@ -144,6 +144,7 @@ class Driven:
                 self.exchanges[subject].client_gone()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("policy", "kind", "options", "settings"), CASES)
 def test_the_router_decides_what_the_simulator_decided(policy, kind, options, settings, monkeypatch):
     traffic = synthetic(kind, 120, 40.0, seed=3)

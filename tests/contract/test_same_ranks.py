@@ -80,7 +80,7 @@ class Simulated:
         monkeypatch.setattr(Simulation, name, noted)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize(("method", "blind", "settings"), CASES)
 def test_the_engine_chooses_the_ranks_that_the_simulator_chose(method, blind, settings, monkeypatch):
     traffic = synthetic("tenants" if "tenants" in settings else "classes", 120, 30.0, seed=3)

@@ -103,7 +103,7 @@ def test_whatever_breaks_at_whatever_moment(what, moment):
     world.settle()
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("fate", ["lost", "doubled"])
 @pytest.mark.parametrize(
     ("sender", "kind"), [("d", "Want"), ("p", "Offer"), ("d", "Done"), ("p", "Done"), ("d", "Beat"), ("p", "Beat")]

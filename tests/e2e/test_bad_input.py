@@ -122,7 +122,7 @@ def test_a_body_of_50_megabytes(mock_server, path):
     assert refused(mock_server, path, b'{"prompt": "' + b"x" * 50_000_000 + b'"}', 413)["code"] == "body_too_large"
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(9)
 @pytest.mark.usefixtures("bystander")
 @pytest.mark.parametrize(
     ("path", "body"),

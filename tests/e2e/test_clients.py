@@ -21,12 +21,10 @@ def demo_server() -> Iterator[Server]:
     assert server.close() == 0
 
 
-def case(client):
-    """A client to try; schemathesis takes a minute."""
-    return pytest.param(client, id=client.name, marks=() if client.light else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("client", [case(each) for each in CLIENTS if each.light or each.name == "schemathesis"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "client", [each for each in CLIENTS if each.light or each.name == "schemathesis"], ids=lambda client: client.name
+)
 def test_client(demo_server, client):
     if importlib.util.find_spec(client.name.replace("-", "_")) is None:
         pytest.skip(f"{client.name} is not installed here; make clients tries it in its own environment")

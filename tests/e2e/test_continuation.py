@@ -67,6 +67,7 @@ def as_client(form: Form, events: list[Any]) -> Any:
     return form.client(events)
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("how", [Engine, Cut], ids=["error", "cut"])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_stream_whose_engine_dies_is_completed(name: str, how: type[Engine]):

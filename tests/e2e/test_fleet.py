@@ -124,6 +124,7 @@ def test_wrong_flags_are_one_line(flags, message, capsys):
     assert message in line
 
 
+@pytest.mark.slow
 def test_a_log_in_json_is_nothing_else():
     command = [sys.executable, "-m", "tokenyard", "route", "--port", "0", "--log-format", "json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

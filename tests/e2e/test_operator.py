@@ -130,6 +130,7 @@ def test_json_means_json_lines_only(tmp_path, monkeypatch):
     assert not Path(path).exists()
 
 
+@pytest.mark.slow
 def test_an_address_that_is_taken_is_a_json_line_too():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

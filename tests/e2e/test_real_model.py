@@ -45,6 +45,7 @@ def test_scores_of_a_text_agree_with_its_generation(client):
     assert scored.choices[0].logprobs.token_logprobs[4:-1] == pytest.approx(expected, abs=0.1)
 
 
+@pytest.mark.slow
 def test_sampling_with_a_seed_repeats(client):
     options = {"model": "tokenyard-demo", "messages": HELLO, "max_tokens": 16, "temperature": 1.0, "seed": 11}
     texts = {client.chat.completions.create(**options).choices[0].message.content for _ in range(2)}

@@ -46,6 +46,7 @@ async def ask_all(url):
         return await asyncio.gather(*(ask(session, url, prompt) for prompt in prompts()))
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("server", [0, *(pytest.param(server, marks=pytest.mark.slow) for server in range(1, 6))])
 def test_a_served_answer_is_that_of_transformers(tmp_path, server):
     case = CASES[server]

@@ -64,6 +64,7 @@ def mock(pages):
     return watched_mock(step_ms=0.0, page_size=PAGE, max_total_tokens=pages * PAGE, max_pool_rows=8)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize(("loop", "depth"), LOOPS, ids=["normal", "overlap"])
 def test_a_victim_is_swapped_to_host_memory_and_back(loop, depth, policy, monkeypatch):

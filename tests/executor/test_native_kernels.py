@@ -261,7 +261,7 @@ SCENES = {
 }
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @KERNELS
 @DTYPE
 @pytest.mark.parametrize("threads", [1, 3])

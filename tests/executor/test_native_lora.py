@@ -77,7 +77,7 @@ def exact(case, folder, number, prompt, dtype):
         return model(torch.tensor([prompt])).logits[0, -1]
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @KERNELS
 @pytest.mark.parametrize("case", ["llama-odd", "llama-biases", "qwen3"])
 def test_every_instruction_set_computes_adapters(folder, monkeypatch, adapters, case, level):

@@ -34,7 +34,7 @@ def driver(folder, monkeypatch, request):
 CASES = pytest.mark.parametrize("driver", [("llama", 1), ("qwen3-layers", 4)], indirect=True, ids=str)
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(8)
 @CASES
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("options", [None, REPORTED], ids=["plain", "logprobs"])

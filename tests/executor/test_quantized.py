@@ -161,7 +161,7 @@ def quantize(source, target, kind):
     return str(target / "q"), str(target / "w")
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantized_checkpoint_computes_what_its_numbers_mean(tmp_path, folder, kind):
     prompt, found = prompt_of(12, seed=1), []

@@ -34,6 +34,7 @@ def test_logits_do_not_depend_on_where_a_prompt_is_cut(folder, case, chunks):
     torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("case", STATE_CASES)

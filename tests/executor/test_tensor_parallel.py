@@ -222,5 +222,6 @@ def test_processes_compute_what_threads_compute_bit_for_bit(processes):
     assert np.isfinite([step["silent_s"] for step in processes.describe_ranks()]).all()
 
 
+@pytest.mark.slow
 def test_kv_that_is_copied_is_as_good_as_computed(processes):
     assert_copies_serve(processes)

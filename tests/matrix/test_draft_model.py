@@ -114,7 +114,7 @@ def random_draft(folder, case, tmp_path):
     return copy
 
 
-@pytest.mark.part(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_one_that_is_wrong_changes_nothing_and_is_soon_not_asked(folder, tmp_path, depth):
     yard = make_yard(load(folder, "qwen3", draft=random_draft(folder, "qwen3", tmp_path)), depth)

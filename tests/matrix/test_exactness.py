@@ -56,7 +56,7 @@ def prompts():
     return made
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(12)
 @pytest.mark.parametrize(("case", "page_size", "chunk", "mixed", "depth", "no_cache", "pool", "model_impl"), MATRIX)
 def test_greedy_tokens_do_not_depend_on_the_schedule(
     folder, case, page_size, chunk, mixed, depth, no_cache, pool, model_impl

@@ -59,7 +59,7 @@ def disturb(yard, numbers, depth, seed):
             paused = []
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("name", [*POLICIES, "priority"])
 def test_greedy_tokens_do_not_depend_on_the_policy(folder, name):
     torch.set_num_threads(1)

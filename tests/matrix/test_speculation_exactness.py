@@ -58,7 +58,7 @@ def repetitive(length, seed):
     return half + half[: length - len(half)]
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize(("depth", "pages"), [(1, 400), (2, 400), (1, 40), (2, 40)])
 @pytest.mark.parametrize(("case", "model_impl"), [("qwen3", "torch"), ("llama", "native"), ("qwen3-layers", "native")])
 def test_greedy_answers_are_those_of_transformers(folder, case, model_impl, depth, pages):

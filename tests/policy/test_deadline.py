@@ -295,6 +295,7 @@ def test_without_a_bound_a_large_request_waits_while_others_arrive():
     assert large not in yard.finished
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("wait_s", [3.0, 8.0])
 def test_the_longest_wait_bounds_the_time_of_deferred_requests(wait_s):
     yard = make_clocked(schedule_policy="slo", slo_max_wait_s=wait_s)
@@ -388,6 +389,7 @@ def test_a_tiny_pool_stalls_no_request(policy, pages):
     assert yard.scheduler.idle() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["edf", "slo"])
 def test_the_same_events_make_the_same_plans(policy):
     def plans():

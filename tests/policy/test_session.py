@@ -140,6 +140,7 @@ def test_the_same_id_of_another_tenant_is_another_session():
     assert sessions.expected_tokens(yard.now, 1 / 60) == before > 0
 
 
+@pytest.mark.slow
 def test_the_table_is_bounded():
     yard = make_yard(rows=2, schedule_policy="session", max_queued_requests=-1)
     sessions = yard.scheduler.state.sessions

@@ -115,7 +115,7 @@ def test_every_setting_is_looked_at():
     assert {item.name for item in fields(SchedulerSettings)} == DIFFERENCES.keys() | ELSEWHERE.keys()
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_setting_makes_a_difference(name):
     around, value = DIFFERENCES[name]

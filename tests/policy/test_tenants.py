@@ -100,6 +100,7 @@ def test_a_rate_does_not_stop_others():
     assert set(free) | {metered[0]} == set(yard.finished)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("policy", ["fcfs", "vtc", "slo"])
 def test_borrowed_kv_is_returned_to_its_owner(policy):
     yard = limited(pages=1000, owner=TenantSettings(kv_share=0.5), schedule_policy=policy, headroom="none")

@@ -62,6 +62,7 @@ def flood(ranks, places, tenant, each):
     ]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("places", [(0, 1, 2), (1,)], ids=["everywhere", "on one rank"])
 def test_a_rate_is_that_of_the_engine_wherever_the_requests_are(places):
     """At any time at most burst + rate * t, what running requests still owe, and what others compute within the lag."""
@@ -82,6 +83,7 @@ def silent(ranks):
     return ranks
 
 
+@pytest.mark.slow
 def test_without_sharing_their_counts_ranks_would_multiply_a_rate():
     tenants = {"slow": TenantSettings(tokens_per_s=RATE, burst_tokens=BURST)}
     ranks = silent(Ranks(3, pages=10**6, rows=4, tenants=tenants))

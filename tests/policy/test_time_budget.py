@@ -80,6 +80,7 @@ def test_slo_uses_the_slack_of_decodes_that_are_ahead_and_edf_does_not():
     assert 1600 <= sizes["slo"] <= 1984
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_step_makes_a_decode_miss_its_mean_target(depth):
     yard = make_clocked(schedule_policy="slo", answer_tokens=(5, 60), max_in_flight=depth)

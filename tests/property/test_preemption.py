@@ -105,7 +105,7 @@ class UrgencyWatch(Watched):
             raise BrokenRun("undone: a victim is back before the request that preempted it")
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("way", URGENCY)
 def test_the_keys_of_running_rows_get_more_urgent(way):
     # A request without a priority ranks below the lowest ever given, which each arrival may lower.
@@ -178,6 +178,7 @@ class ShareWatch(Watched):
     expected = None
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("policy", ["fcfs", "vtc", "short-first", "lpm"])
 def test_a_claim_reduces_what_is_borrowed(policy):
     assert times_watched(ShareWatch, schedule_policy=policy, **SHARES) > 5

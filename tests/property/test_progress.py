@@ -185,7 +185,7 @@ CASES = {
 }
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(15)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_overtaking_of_a_long_request_stays_within_the_bound_each_time_it_waits(case, depth):

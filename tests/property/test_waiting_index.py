@@ -220,7 +220,7 @@ class Windowed:
             assert self.table.matchable[row] == self.memory.peek(ids.tobytes(), "") == hit
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(12)
 @pytest.mark.parametrize("seed", range(12))
 def test_hits_follow_window_pages(seed):
     world = Windowed(seed)

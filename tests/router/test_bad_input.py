@@ -48,6 +48,7 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", SMUGGLING)
 def test_what_two_servers_could_read_in_two_ways_reaches_no_worker(name):
     async def main():
