@@ -1,7 +1,11 @@
 import pytest
 
 from tests.policy.waiting_order import line, make_yard
+from tokenyard.base import NS_PER_S, TurnEnded
+from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.programs import MAX_PROGRAMS
+from tokenyard.policy.return_times import KINDS
+from tokenyard.scheduler.session_table import SessionTable
 
 
 def yard_of(policy, **settings):
@@ -74,3 +78,114 @@ def test_sessions_that_are_remembered_are_bounded(policy):
     busy(yard)
     last, first = yard.submit([6] * 4, session=f"s{MAX_PROGRAMS - 1}"), yard.submit([6] * 4, session="first")
     assert line(yard) == ([last, first] if policy == "program-fcfs" else [first, last])
+
+
+def started(yard, number, steps=3):
+    for _ in range(steps):
+        yard.launch()
+        yard.commit()
+    return number in yard.tokens
+
+
+def pool_of(policy, pages=200, **options):
+    around = {"prefill_max_requests": -1, "radix_eviction_policy": "reuse", "headroom": "none"}
+    return make_yard(pages=pages, schedule_policy=policy, policy_options=options, **around)
+
+
+def with_gaps(policy, gap_s, turns=8, **options):
+    """A session with about 100 tokens in a pool of 200, idle since now after gaps of `gap_s`; another one decodes."""
+    yard = pool_of(policy, **options)
+    for turn in range(turns):
+        yard.submit([7] * (90 + turn), max_new=2, session="s")
+        yard.run()
+        yard.apply(TurnEnded("s", "tool"))
+        yard.now += round(gap_s * NS_PER_S) if turn < turns - 1 else 0
+    yard.submit([9] * 20, max_new=70)
+    started(yard, 0)
+    return yard
+
+
+def test_within_the_time_to_live_newcomers_leave_kv_alone():
+    yard = with_gaps("continuum", 1.0, ttl_s=5.0)
+    newcomer = yard.submit([5] * 90, max_new=2)
+    assert not started(yard, newcomer)
+    back = yard.submit([7] * 99, max_new=2, session="s")
+    yard.now += 10 * NS_PER_S
+    yard.run()
+    assert yard.finished[back].cached_tokens >= 96
+    assert yard.finished[newcomer].completion_tokens == 2
+
+
+def test_after_the_time_to_live_they_take_it():
+    yard = with_gaps("continuum", 1.0, ttl_s=5.0)
+    yard.now += 6 * NS_PER_S
+    assert started(yard, yard.submit([5] * 90, max_new=2))
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, 5.0])
+def test_the_best_time_to_live_is_asked_for_the_worth_of_the_context(ttl_s, monkeypatch):
+    """The worth of a return is the time to compute the context, over the context's share of the pool."""
+    asked = []
+
+    def best_ttl_s(table, kind, worth_s):
+        asked.append((kind, worth_s))
+        return ttl_s
+
+    monkeypatch.setattr(SessionTable, "best_ttl_s", best_ttl_s)
+    yard = with_gaps("continuum", 1.0)
+    assert started(yard, yard.submit([5] * 90, max_new=2)) is (ttl_s == 0.0)
+    time = PrefillTime.of(yard.scheduler.state.cost)
+    kind, worth_s = asked[-1]
+    assert kind == KINDS["tool"]
+    assert worth_s == pytest.approx(time.chunk_s(0, 97) * 200 / 97, rel=0.2)
+
+
+def test_nothing_is_retained_while_nothing_runs():
+    yard = pool_of("continuum", ttl_s=100.0)
+    yard.submit([7] * 150, max_new=2, session="s")
+    yard.run()
+    assert started(yard, yard.submit([5] * 150, max_new=2))
+
+
+def paused(idle_s=5.0):
+    """Sessions "a" and "b" are active, with 80 tokens each in a pool of 200; "a" runs, "b" is idle."""
+    yard = pool_of("pause-idle", idle_s=idle_s)
+    yard.submit([8] * 80, max_new=2, session="b")
+    yard.run()
+    yard.submit([7] * 60, max_new=20, session="a")
+    started(yard, 1)
+    return yard
+
+
+def test_a_session_waits_while_the_active_ones_fill_the_pool():
+    yard = paused()
+    waits = yard.submit([5] * 60, max_new=2, session="c")
+    assert not started(yard, waits)
+    back = yard.submit([8] * 84, max_new=2, session="b")
+    assert started(yard, back)
+    yard.run()
+    assert yard.finished[back].cached_tokens >= 80
+    assert yard.finished[waits].completion_tokens == 2
+
+
+def test_a_session_that_is_idle_for_long_is_paused_for_it():
+    yard = paused()
+    yard.now += 6 * NS_PER_S
+    assert started(yard, yard.submit([5] * 60, max_new=2, session="c"))
+    assert not started(yard, yard.submit([8] * 84, max_new=2, session="b"))
+
+
+def test_while_nothing_runs_an_idle_session_is_paused_at_once():
+    yard = pool_of("pause-idle", idle_s=3600.0)
+    yard.submit([8] * 150, max_new=2, session="b")
+    yard.run()
+    assert started(yard, yard.submit([5] * 150, max_new=2, session="c"))
+
+
+def test_requests_without_a_session_are_active_only_while_they_run():
+    yard = pool_of("pause-idle", idle_s=3600.0)
+    yard.submit([8] * 150, max_new=2)
+    yard.run()
+    yard.submit([9] * 20, max_new=30)
+    started(yard, 1)
+    assert started(yard, yard.submit([5] * 150, max_new=2))

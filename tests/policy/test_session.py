@@ -27,6 +27,18 @@ def test_the_index_falls_once_most_sessions_would_have_come_back():
     assert late < 1 / 60
 
 
+@pytest.mark.parametrize(("worth_s", "least_s", "most_s"), [(1.0, 0.0, 0.0), (30.0, 4.0, 8.0), (5000.0, 500.0, 1200.0)])
+def test_the_best_time_to_live_grows_with_what_a_return_saves(worth_s, least_s, most_s):
+    """Half of the sessions are back after 4 s, a quarter after 500 s."""
+    returns = ReturnTimes()
+    for _ in range(100):
+        returns.came_back(KINDS["tool"], 4 * S)
+        returns.came_back(KINDS["tool"], 4 * S)
+        returns.came_back(KINDS["tool"], 500 * S)
+        returns.lost(KINDS["tool"], 3000 * S)
+    assert least_s <= returns.best_ttl_s(KINDS["tool"], worth_s) <= most_s
+
+
 def test_kinds_of_stops_are_told_apart_and_new_gaps_replace_old_ones():
     returns = ReturnTimes()
     for _ in range(300):

@@ -366,6 +366,8 @@ def _options(draw: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
         "random": {"seed": (1, 2)},
         "hits-first": {"cheap_s": (0.0, 0.001, 0.01)},
         "session": {"cheap_s": (0.0, 0.001, 0.01)},
+        "continuum": {"ttl_s": (0.0, 0.01, 1.0)},
+        "pause-idle": {"idle_s": (0.0, 0.01, 1.0)},
     }.get(settings["schedule_policy"], {})
     options = _some(draw, 0.6, **choices)
     return {"policy_options": options} if options else {}

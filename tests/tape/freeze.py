@@ -39,7 +39,7 @@ TENANTS = {
     "*": TenantSettings(max_running=2, max_queued=8),
 }
 TORCH_CASES = (("fcfs", 1), ("lpm", 2), ("vtc", 2), ("mlfq", 1))
-NEW_POLICIES = ("hits-first", "session", "program-fcfs", "plas")
+NEW_POLICIES = ("hits-first", "session", "program-fcfs", "plas", "continuum", "pause-idle")
 """Policies that came after the first tapes. What is around a policy depends on its place in the list."""
 
 AROUND = {

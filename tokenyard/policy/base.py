@@ -15,7 +15,7 @@ from tokenyard.policy.speculation import TpotSlack
 from tokenyard.policy.step_budget import BudgetRule, StepBudget
 from tokenyard.policy.time_budget import create_budget_rule
 from tokenyard.policy.urgency import Urgency
-from tokenyard.policy.views import Columns, Views
+from tokenyard.policy.views import Columns, SessionState, Views
 
 Option = float | int | str | bool
 
@@ -115,6 +115,13 @@ class Policy:
     def spared_tokens(self, row: int) -> int:
         """Tokens of free and evictable memory that the waiting `row` has to leave when it starts."""
         return 0
+
+    def retains(self, session: SessionState, now: int) -> bool:
+        """Whether `--radix-eviction-policy reuse` evicts the KV of this session after that of others, at `now` (ns).
+
+        Asked only if `needs_sessions`. Nothing is pinned: a request that is admitted evicts what it needs.
+        """
+        return False
 
     def victims(self, views: Views) -> Iterator[int]:
         """Running rows in the order in which they are retracted when pages run out."""

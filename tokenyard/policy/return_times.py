@@ -51,6 +51,19 @@ class ReturnTimes:
         found: Float64Array = self._index[kinds, _interval(idle_ns)]
         return found
 
+    def best_ttl_s(self, kind: int, worth_s: float) -> float:
+        """The idle time t after which to give up a session's KV: the t that maximises
+        P(back within t) * `worth_s` - E[min(gap, t)]; 0 if no t is worth it.
+
+        The time to live of Continuum (arXiv 2511.02230). `worth_s` is what a return saves, in seconds of keeping
+        the KV.
+        """
+        left = self._back[kind] + self._gone[kind]
+        alive = np.cumsum(left[::-1])[::-1]
+        gain = np.cumsum(self._back[kind] * worth_s - (alive - left / 2) * WIDTHS_S)
+        best = int(gain.argmax())
+        return float(BORDERS_S[best] + WIDTHS_S[best]) if gain[best] > 0.0 else 0.0
+
     def _count(self, counts: Float64Array, kind: int, idle_ns: int) -> None:
         counts[kind, int(_interval(np.array([idle_ns]))[0])] += 1.0
         if counts[kind].sum() > HALVE_AT:

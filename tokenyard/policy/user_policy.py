@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import index
 from traceback import walk_tb
 from typing import Any, TypeVar, cast
@@ -14,7 +14,7 @@ from tokenyard.base import CostModel, Int32Array, Request, SchedulerSettings, St
 from tokenyard.policy.base import Policy, chosen_options
 from tokenyard.policy.speculation import TpotSlack
 from tokenyard.policy.step_budget import StepBudget
-from tokenyard.policy.views import Columns, IdleSessions, PrefixBranch, Views
+from tokenyard.policy.views import Columns, IdleSessions, PrefixBranch, SessionState, Views
 from tokenyard.policy.wrappers import Wrapper
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class ReadOnlyBranch:
 
 
 class ReadOnlySessions(IdleSessions):
-    """Answers the one question about idle sessions."""
+    """Answers questions about idle sessions."""
 
     def __init__(self, sessions: IdleSessions) -> None:
         self._sessions = sessions
@@ -89,6 +89,14 @@ class ReadOnlySessions(IdleSessions):
     @override
     def expected_tokens(self, now: int, least_per_s: float) -> int:
         return self._sessions.expected_tokens(now, least_per_s)
+
+    @override
+    def retained_tokens(self, now: int) -> dict[tuple[str, str], int]:
+        return self._sessions.retained_tokens(now)
+
+    @override
+    def best_ttl_s(self, kind: int, worth_s: float) -> float:
+        return self._sessions.best_ttl_s(kind, worth_s)
 
 
 def read_only(array: Any) -> Any:
@@ -198,6 +206,10 @@ class GuardedPolicy(Wrapper):
     @override
     def spared_tokens(self, row: int) -> int:
         return max(self.ask(lambda: index(self.inner.spared_tokens(row)), 0), 0)
+
+    @override
+    def retains(self, session: SessionState, now: int) -> bool:
+        return self.ask(lambda: bool(self.inner.retains(_copied(session), now)), False)
 
     @override
     def victims(self, views: Views) -> Iterator[int]:
@@ -326,6 +338,11 @@ def _report(name: str) -> Callable[..., None]:
 # What a policy is told; it answers nothing that could be invalid.
 for _name in ("admitted", "charge", "charge_decode", "served_elsewhere", "finished", "removed"):
     setattr(GuardedPolicy, _name, _report(_name))
+
+
+def _copied(session: SessionState) -> SessionState:
+    """What `SessionState` names of `session`, which may be a subclass with more."""
+    return SessionState(*(getattr(session, one.name) for one in fields(SessionState)))
 
 
 def _untimed() -> None:

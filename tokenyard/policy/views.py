@@ -92,11 +92,40 @@ class PrefixBranch(Protocol):
         """The `own` rows, in no particular order."""
 
 
+@dataclass(slots=True)
+class SessionState:
+    """A session between the end of a turn and the start of its next one.
+
+    tenant, name: the name is the session's own within its tenant.
+    idle_ns: when its latest answer ended.
+    arrived_ns: when its next turn joined the queue; 0 while there is none.
+    kind: what its latest answer ended with, see `return_times.KINDS`.
+    tokens: the end of its latest prompt when that answer ended.
+    """
+
+    tenant: str
+    name: str
+    idle_ns: int = 0
+    arrived_ns: int = 0
+    kind: int = 0
+    tokens: int = 0
+
+
 class IdleSessions(Protocol):
-    """The sessions without a request that have KV in the prefix tree."""
+    """The sessions that have KV in the prefix tree."""
 
     def expected_tokens(self, now: int, least_per_s: float) -> int:
-        """Tokens of KV of sessions with at least so many expected returns per second of keeping it, at `now` (ns)."""
+        """Tokens of KV of sessions without a request with at least so many expected returns per second of keeping it,
+        at `now` (ns).
+        """
+
+    def retained_tokens(self, now: int) -> dict[tuple[str, str], int]:
+        """Tokens of KV of each session, by tenant and name, that no started request holds and `Policy.retains` names
+        at `now` (ns).
+        """
+
+    def best_ttl_s(self, kind: int, worth_s: float) -> float:
+        """`ReturnTimes.best_ttl_s` of the gaps seen so far."""
 
 
 class TenantPrefixes(Protocol):

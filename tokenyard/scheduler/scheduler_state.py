@@ -574,6 +574,8 @@ class SchedulerState:
             self.sessions = self._session_table()
             for row in self.known_rows(self.table.numbers()):
                 self.sessions.arrived(int(self.table.number[row]), self.table.request(row), 0)
+        if self.sessions is not None:
+            self.sessions.retains = self.policy.retains if self.policy.needs_sessions else None
 
     @property
     def _evicts_by_reuse(self) -> bool:
@@ -619,7 +621,8 @@ class SchedulerState:
         if self.holders is not None:
             self.holders = PrefixHolders(self.table, self.memory.tree)
         if self.sessions is not None:
-            self.sessions = self._session_table()
+            retains, self.sessions = self.sessions.retains, self._session_table()
+            self.sessions.retains = retains
 
     def known_rows(self, numbers: list[int]) -> list[int]:
         """Rows of those requests that have not ended."""

@@ -6,7 +6,7 @@ policy or the eviction reads it, and it never keeps KV from being evicted: it on
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from typing_extensions import override
 from tokenyard.base import NS_PER_MS, NS_PER_S, CostModel, PrefixListener, Request, TenantSettings
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.return_times import KINDS, NO_SESSION, ReturnTimes
-from tokenyard.policy.views import IdleSessions
+from tokenyard.policy.views import IdleSessions, SessionState
 
 MAX_SESSIONS = 4096
 MAX_NAME_BYTES = 256
@@ -46,22 +46,16 @@ Key = tuple[str, str]
 
 
 @dataclass(slots=True)
-class Session:
-    """One session.
+class Session(SessionState):
+    """What the table knows of a session.
 
     open: the numbers of its requests that wait or run.
-    idle_ns: when its latest answer ended.
-    kind: index into `KINDS`.
     node: the end of its latest prompt in the tree, or of what is left of it; None if it has none there.
-    tokens: the end of its latest prompt when its answer ended.
     kept_until_ns: the end of an explicit time to live; 0 for none.
     """
 
     open: set[int] = field(default_factory=set)
-    idle_ns: int = 0
-    kind: int = 0
     node: Any = None
-    tokens: int = 0
     kept_until_ns: int = 0
 
 
@@ -99,6 +93,8 @@ class SessionTable(IdleSessions, PrefixListener):
     def __init__(
         self, tree: Any, tenants: Mapping[str, TenantSettings] | None = None, total_tokens: int = 2**62
     ) -> None:
+        self.retains: Callable[[SessionState, int], bool] | None = None
+        """`Policy.retains` of the policy in use; None if it retains nothing."""
         self.returns = ReturnTimes()
         self._tree = tree
         self._tenants = tenants or {}
@@ -133,9 +129,11 @@ class SessionTable(IdleSessions, PrefixListener):
             return
         session = self._sessions.pop(key, None)
         if session is None:
-            session = Session()
+            session = Session(*key)
         elif not session.open:
             self.returns.came_back(session.kind, now - session.idle_ns)
+        if not session.open:
+            session.arrived_ns = now
         # The order of the dict is that of the latest turns.
         self._sessions[key] = session
         session.open.add(number)
@@ -155,6 +153,7 @@ class SessionTable(IdleSessions, PrefixListener):
         self._kept.pop(key, None)
         if session.open:
             return
+        session.arrived_ns = 0
         before, node = session.node, None if node is None or node.parent is None else node
         self._move(key, session, node)
         session.tokens = 0 if node is None else node.depth_tokens
@@ -190,6 +189,17 @@ class SessionTable(IdleSessions, PrefixListener):
         tokens = np.array([session.node.depth_tokens for session in idle], np.int64)
         return int(tokens[self.returns.index(kinds, idle_ns) >= least_per_s].sum())
 
+    @override
+    def retained_tokens(self, now: int) -> dict[Key, int]:
+        if self.retains is None:
+            return {}
+        found = [(key, self._sessions[key]) for node, keys in self._at.items() if not node.locked for key in keys]
+        return {key: session.node.depth_tokens for key, session in found if self.retains(session, now)}
+
+    @override
+    def best_ttl_s(self, kind: int, worth_s: float) -> float:
+        return self.returns.best_ttl_s(kind, worth_s)
+
     # ---- cache.eviction.Retention ------------------------------------------------------------------------------
 
     @property
@@ -214,15 +224,16 @@ class SessionTable(IdleSessions, PrefixListener):
 
     def _uses_per_s(self, key: Key, time: PrefillTime) -> float:
         session = self._sessions[key]
+        if session.open and session.node.locked:
+            return 0.0
+        kept = TTL_VALUE if self.retains is not None and self.retains(session, self._now) else 0.0
         if session.open:
-            if session.node.locked:
-                return 0.0
             lost = session.tokens - session.node.depth_tokens
-            return WAITING_PER_S if time.chunk_s(session.node.depth_tokens, lost) <= CHEAP_S else MISS_PER_S
+            return kept + (WAITING_PER_S if time.chunk_s(session.node.depth_tokens, lost) <= CHEAP_S else MISS_PER_S)
         idle_ns = self._now - session.idle_ns
         if idle_ns > MAX_IDLE_NS:
             return 0.0
-        return self._index(session.kind, idle_ns) + TTL_VALUE * (key in self._honoured)
+        return self._index(session.kind, idle_ns) + (TTL_VALUE if key in self._honoured else kept)
 
     def _without_session(self, leaf: Any) -> float:
         idle_ns = self._now - self._times.of(leaf.last_access_tick)
