@@ -298,3 +298,9 @@ def test_a_digest_distinguishes_weights(tmp_path):
     assert first != model_digest(str(tmp_path), "seed 1")
     (tmp_path / "model.safetensors").write_bytes(b"a" * 4999 + b"b")
     assert first != model_digest(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    digests = set()
+    for last in (b"a", b"b"):
+        (tmp_path / "model.gguf").write_bytes(b"a" * 4999 + last)
+        digests.add(model_digest(str(tmp_path)))
+    assert len(digests) == 2

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.executor.driver import Driver
+from tests.executor.packed_models import packed_saver
 from tests.executor.tiny_models import DEVICE, saver
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native.library import NoLibraryError, load_library
@@ -16,6 +17,12 @@ def one_thread():
 def folder(tmp_path_factory):
     """From a case to the folder of its tiny model."""
     return saver(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """From a model and a kind to a file or folder with packed matrices and a folder of the numbers that they mean."""
+    return packed_saver(tmp_path_factory)
 
 
 BACKENDS = {

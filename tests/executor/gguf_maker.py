@@ -1,5 +1,6 @@
 """Writes a Hugging Face folder of a Llama or Qwen kind as a GGUF file, to be read back."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -98,24 +99,42 @@ def divided(numbers, steps):
     return np.divide(numbers, steps, out=np.zeros_like(numbers), where=steps > 0)
 
 
-def q4_k(values):
-    """Blocks of Q4_K, each 32 numbers from their least to their largest."""
-    spans = values.reshape(-1, 8, 32)
+def q4_k(values, bits=4):
+    """Blocks of Q4_K, each 32 numbers from their least to their largest; of Q5_K with a fifth bit."""
+    spans, top_code = values.reshape(-1, 8, 32), 2**bits - 1
     least = -np.minimum(spans.min(-1), 0)
-    top_bytes, top = halves(((spans.max(-1) + least) / 15).max(-1, keepdims=True) / 63)
+    wanted = (spans.max(-1) + least) / top_code
+    top_bytes, top = halves(wanted.max(-1, keepdims=True) / 63)
     least_bytes, least_step = halves(least.max(-1, keepdims=True) / 63)
-    scale = divided((spans.max(-1) + least) / 15, top + 0 * least).round().clip(0, 63)
+    scale = divided(wanted, top + 0 * least).round().clip(0, 63)
     small = divided(least, least_step + 0 * least).round().clip(0, 63)
     steps = (top * scale)[..., None] + 0 * spans
-    codes = divided(spans + (least_step * small)[..., None], steps).round().clip(0, 15).astype(np.uint8)
+    codes = divided(spans + (least_step * small)[..., None], steps).round().clip(0, top_code).astype(np.uint8)
     scale, small = scale.astype(np.uint8), small.astype(np.uint8)
     packed = (
         scale[:, :4] | scale[:, 4:] >> 4 << 6,
         small[:, :4] | small[:, 4:] >> 4 << 6,
         scale[:, 4:] & 15 | (small[:, 4:] & 15) << 4,
     )
-    numbers = (codes[:, ::2] | codes[:, 1::2] << 4).reshape(len(spans), -1)
-    return np.concatenate((top_bytes[:, 0], least_bytes[:, 0], *packed, numbers), axis=1)
+    fifth = [sum((codes[:, span] >> 4) << span for span in range(8))] if bits == 5 else []
+    numbers = (codes[:, ::2] & 15 | (codes[:, 1::2] & 15) << 4).reshape(len(spans), -1)
+    return np.concatenate((top_bytes[:, 0], least_bytes[:, 0], *packed, *fifth, numbers), axis=1)
+
+
+def iq4_xs(values):
+    """Blocks of IQ4_XS: of 16 values the nearest, each 32 numbers by the largest."""
+    table = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+    spans = values.reshape(-1, 8, 32)
+    wanted = np.abs(spans).max(-1) / 113
+    step_bytes, step = halves(wanted.max(-1, keepdims=True) / 31)
+    scale = divided(wanted, step + 0 * wanted).round().clip(0, 31)
+    near = divided(spans, (step * scale)[..., None] + 0 * spans)
+    codes = np.abs(near[..., None] - table).argmin(-1).astype(np.uint8)
+    stored = scale.astype(np.uint8) + 32
+    high = sum((stored[:, span].astype(np.uint16) >> 4) << 2 * span for span in range(8))[:, None].view(np.uint8)
+    low = stored[:, ::2] & 15 | (stored[:, 1::2] & 15) << 4
+    numbers = (codes[..., :16] | codes[..., 16:] << 4).reshape(len(spans), -1)
+    return np.concatenate((step_bytes[:, 0], high, low, numbers), axis=1)
 
 
 def q6_k(values):
@@ -132,7 +151,7 @@ def q6_k(values):
     return np.concatenate([part.reshape(len(spans), -1) for part in parts], axis=1)
 
 
-OWN_WRITERS = {"Q4_K": q4_k, "Q6_K": q6_k}
+OWN_WRITERS = {"Q4_K": q4_k, "Q5_K": functools.partial(q4_k, bits=5), "Q6_K": q6_k, "IQ4_XS": iq4_xs}
 
 
 def quantized_rows(values, kind):
@@ -163,9 +182,6 @@ def quantized_rows(values, kind):
 SCALES_AT = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
     "IQ2_XXS": (0,),
     "IQ2_XS": (0,),
     "IQ2_S": (0,),
@@ -174,9 +190,8 @@ SCALES_AT = {
     "IQ1_S": (0,),
     "IQ1_M": (),
     "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
 }
-"""Where the float16 scales of a block lie in the kinds that are drawn, and in our own."""
+"""Where the float16 scales of a block lie in the kinds that are drawn."""
 
 
 def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", spm=None, **changes):

@@ -13,16 +13,25 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.executor.driver import Driver
-from tests.executor.gguf_maker import quantized_rows, write_gguf
-from tests.executor.test_quantized import words
+from tests.executor.gguf_maker import quantized_rows
+from tests.executor.packed_models import (
+    INT4_CASES,
+    KINDS,
+    MODELS,
+    WIDE,
+    all_logits,
+    int4_checkpoint,
+    load,
+    make_adapter,
+    random,
+)
 from tests.executor.tiny_models import FAMILY_CASES, SMALL, prompt_of
 from tokenyard.executor.formats.int4_groups import int4_rows
 from tokenyard.executor.formats.on_load import q4_0, q8_0
 from tokenyard.executor.formats.weight_format import FORMATS, STORED
-from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, int32s
-from tokenyard.executor.quantized import AWQ_ORDER, mxfp4
+from tokenyard.executor.quantized import mxfp4
 
 try:
     LIBRARY = load_library()
@@ -106,10 +115,6 @@ def rounded(x):
     top = blocks.abs().amax(dim=-1, keepdim=True)
     up = torch.where(top > 0, torch.full_like(top, 127) / top, 0.0)
     return ((blocks * up).round().double() * (top / 127).double()).flatten(-2)
-
-
-def random(*shape, seed, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @FORMAT
@@ -241,71 +246,9 @@ def test_gated_products(level, dtype, name):
 
 # ---- whole models ----
 
-WIDE = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "initializer_range": 0.05}
-MODELS = {
-    "llama": (LlamaConfig, "llama", {"attention_bias": True, "tie_word_embeddings": True}),
-    "moe": (
-        Qwen3MoeConfig,
-        "qwen3moe",
-        {"moe_intermediate_size": 256, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
-    ),
-}
-
-
-def mixed(name):
-    """As Q4_K_M has them."""
-    return "Q6_K" if "attn_v" in name or "ffn_down" in name or "token_embd" in name else "Q4_K"
-
-
-def partly(name):
-    """One of three matrices is of a kind that has no format."""
-    return "TQ2_0" if "attn_q" in name else "Q8_0"
-
-
-KINDS = {
-    **{name: name for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "Q5_0", "Q4_1", "Q5_1", "IQ4_NL", "MXFP4")},
-    "Q4_K_M": mixed,
-    "partly": partly,
-}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """From a model and a kind to a GGUF file and a folder of the numbers that the file's mean."""
-    made = {}
-
-    def get(case, kind):
-        if (case, kind) not in made:
-            config_type, architecture, fields = MODELS[case]
-            source, plain = (tmp_path_factory.mktemp(f"{case}-{kind}-{part}") for part in ("source", "plain"))
-            torch.manual_seed(5)
-            model = AutoModelForCausalLM.from_config(config_type(**(WIDE | fields))).float()
-            model.save_pretrained(source)
-            path = source / "there.gguf"
-            whole = write_gguf(source, path, KINDS[kind], architecture)
-            (plain / "config.json").write_text((source / "config.json").read_text())
-            save_file({name: torch.tensor(values) for name, values in whole.items()}, plain / "model.safetensors")
-            made[case, kind] = str(path), str(plain)
-        return made[case, kind]
-
-    return get
-
-
-def load(path, model_impl="native", dtype="float32", **options):
-    return load_executor(
-        path, device="cpu", dtype=dtype, max_total_tokens=1024, max_pool_rows=8, model_impl=model_impl, **options
-    )
-
-
-def all_logits(executor, prompt):
-    """Of every token of a prompt, float64."""
-    driver = Driver(executor)
-    driver.launch((driver.start(prompt), None), delay=True)
-    return executor.model.logits(0, len(prompt)).double()
-
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", ["llama", "moe"])
 def test_a_model_computes_what_its_numbers_mean(models, monkeypatch, case, kind):
     path, plain = models(case, kind)
     prompt = prompt_of(40, seed=3)
@@ -382,24 +325,6 @@ def test_what_is_unpacked_is_said(models, caplog):
     assert lines == ["TQ2_0 is unpacked: 3 matrices (blk.0.attn_q.weight, ...) take 1 MB, 0 MB in the checkpoint"]
 
 
-def make_adapter(folder):
-    """An adapter of rank 4 for some of the llama's projections."""
-    shapes = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (256, 64), "mlp.up_proj": (256, 512)}
-    shapes["mlp.down_proj"] = (512, 256)
-    tensors = {}
-    for layer in range(3):
-        for seed, (name, (inputs, outputs)) in enumerate(shapes.items()):
-            prefix = f"base_model.model.model.layers.{layer}.{name}.lora_"
-            tensors |= {f"{prefix}A.weight": random(4, inputs, seed=seed) * 0.1}
-            tensors |= {f"{prefix}B.weight": random(outputs, 4, seed=seed + 10) * 0.1}
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    targets = [name.rpartition(".")[2] for name in shapes]
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": targets, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M"])
 def test_adapters_over_packed_weights(models, tmp_path, kind):
     """An adapter adds what it adds to the model of the numbers that the file's mean."""
@@ -417,67 +342,6 @@ def test_adapters_over_packed_weights(models, tmp_path, kind):
 
 
 # ---- other checkpoints ----
-
-
-def int4_checkpoint(source, target, case):
-    """A tiny model whose projections are AWQ or GPTQ ones, and one of the numbers that they mean."""
-    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
-    quantization, make, options = INT4_CASES[case]
-    rng, quantized, whole = torch.Generator().manual_seed(5), {}, {}
-    order = torch.arange(512)[torch.randperm(512, generator=rng)]
-    for name, tensor in sorted(tensors.items()):
-        quantized[name] = whole[name] = tensor
-        if "_proj.weight" in name:
-            del quantized[name]
-            parts, whole[name] = make(rng, *tensor.shape, order, **options)
-            quantized |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
-    for folder, found, extra in (
-        (target / "q", quantized, {"quantization_config": quantization}),
-        (target / "w", whole, {}),
-    ):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config | extra))
-        save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
-    return str(target / "q"), str(target / "w")
-
-
-def as_int4(rng, outputs, inputs, order, *, form, group, shuffled=False):
-    """Parts of a matrix of four bits, and its numbers."""
-    values = torch.randint(0, 16, (outputs, inputs), generator=rng)
-    zeros = torch.randint(0, 15, (outputs, inputs // group), generator=rng)
-    scales = (torch.rand(outputs, inputs // group, generator=rng) * 0.01 + 0.001).half()
-    groups = torch.arange(inputs) // group
-    if shuffled:
-        groups = groups[order[order < inputs]]
-    whole = (values - zeros[:, groups]).float() * scales[:, groups].float()
-    if form == "awq":
-        parts = {"qweight": words(values.T, 4, AWQ_ORDER), "qzeros": words(zeros.T, 4, AWQ_ORDER), "scales": scales.T}
-    elif form == "gptq":
-        parts = {"qweight": words(values, 4).T, "qzeros": words((zeros.T - 1) % 16, 4), "scales": scales.T}
-        parts["g_idx"] = groups.int()
-        whole = (values - ((zeros - 1) % 16 + 1)[:, groups]).float() * scales[:, groups].float()
-    else:
-        parts = {"weight_packed": words(values, 4), "weight_scale": scales.bfloat16()}
-        parts["weight_zero_point"] = words(zeros.T, 4).T
-        whole = (values - zeros[:, groups]).float() * scales.bfloat16()[:, groups].float()
-    return parts, whole
-
-
-PACK_QUANTIZED = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {"g": {"weights": {"num_bits": 4}}},
-}
-INT4_CASES = {
-    "awq": ({"quant_method": "awq", "bits": 4}, as_int4, {"form": "awq", "group": 128}),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, as_int4, {"form": "gptq", "group": 64}),
-    "gptq-order": (
-        {"quant_method": "gptq", "bits": 4, "desc_act": True},
-        as_int4,
-        {"form": "gptq", "group": 128, "shuffled": True},
-    ),
-    "compressed": (PACK_QUANTIZED, as_int4, {"form": "compressed", "group": 32}),
-}
 
 
 @pytest.fixture(scope="module")

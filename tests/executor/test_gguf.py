@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.executor.driver import Driver
-from tests.executor.gguf_maker import SCALES_AT, write_gguf
+from tests.executor.gguf_maker import OWN_WRITERS, SCALES_AT, write_gguf
 from tests.executor.tiny_models import SMALL, logits, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.config import DEMO_MODEL
@@ -65,7 +65,7 @@ def wide_model(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("kind", [*SCALES_AT, "TQ1_0", "TQ2_0"])
+@pytest.mark.parametrize("kind", [*SCALES_AT, *OWN_WRITERS, "TQ1_0", "TQ2_0"])
 def test_kinds_in_blocks_of_256_there_and_back(tmp_path, wide_model, kind):
     assert_there_and_back(wide_model, tmp_path, kind)
 

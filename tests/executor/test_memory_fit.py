@@ -14,6 +14,7 @@ from tokenyard.cli.main import main
 from tokenyard.executor import memory_fit, model_loader
 from tokenyard.executor.memory_fit import free_memory, weight_bytes
 from tokenyard.executor.model_loader import load_executor, memory_need
+from tokenyard.executor.native.library import load_library
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_total_tokens": 256, "max_pool_rows": 2}
 
@@ -70,7 +71,7 @@ def test_a_gguf_file_counts_as_stored_without_its_embedding(tmp_path):
 
 
 def test_memory_that_is_too_small_is_refused_before_anything_is_loaded(checkpoint, monkeypatch):
-    need = memory_need(str(checkpoint), **OPTIONS)
+    need, _ = memory_need(str(checkpoint), **OPTIONS)
     monkeypatch.setattr(model_loader, "free_memory", lambda: need.total)
     load_executor(str(checkpoint), **OPTIONS)
     monkeypatch.setattr(model_loader, "free_memory", lambda: need.total - 1)
@@ -84,7 +85,7 @@ def test_memory_that_is_too_small_is_refused_before_anything_is_loaded(checkpoin
 
 
 def test_the_pool_counts_by_its_tokens(checkpoint):
-    small, large = (memory_need(str(checkpoint), **OPTIONS | {"max_total_tokens": n}) for n in (256, 512))
+    small, large = (memory_need(str(checkpoint), **OPTIONS | {"max_total_tokens": n})[0] for n in (256, 512))
     assert large.kv_pool == 2 * small.kv_pool > 0
     assert large.weights == small.weights > 0
 
@@ -113,3 +114,16 @@ def test_doctor_says_what_a_model_takes(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(memory_fit, "free_memory", lambda: 10)
     assert main(command) == 1
     assert "does not fit" in json.loads(capsys.readouterr().out)["problems"][0]
+
+
+def test_doctor_says_what_multiplies_each_format(models, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, _ = models("llama", "partly")
+    command = ["doctor", "--json", "--model-path", path, "--device", "cpu", "--skip-tokenizer-init"]
+    reports = []
+    for more in ([], ["--model-impl", "torch", "--attention-backend", "gather"]):
+        main([*command, *more])
+        reports.append(json.loads(capsys.readouterr().out)["weights"])
+    instructions = load_library().packed_instructions()
+    assert reports[0] == f"19 of Q8_0 packed, by {instructions}; 3 of TQ2_0 unpacked"
+    assert reports[1] == "19 of Q8_0 unpacked; 3 of TQ2_0 unpacked"

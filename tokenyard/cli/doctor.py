@@ -54,7 +54,7 @@ def doctor(namespace: argparse.Namespace) -> int:
     }
     problems = find_problems(resolved.settings, report)
     if not problems:
-        report["memory"], problems = memory_report(resolved.settings, report)
+        report["weights"], report["memory"], problems = memory_report(resolved.settings, report)
     report["problems"] = problems
     if namespace.json:
         print(json.dumps(report, indent=2))
@@ -135,7 +135,8 @@ def native_kernels() -> str:
     except NoLibraryError as error:
         return f"none, steps on the CPU would take up to three times as long: {error}"
     names = ", ".join(LEVELS[level] for level in library.levels())
-    return f"{library.name}, the best of {names} that this CPU has ({library.path})"
+    packed = library.packed_instructions()
+    return f"{library.name}, the best of {names} that this CPU has; packed weights by {packed} ({library.path})"
 
 
 def packages() -> dict[str, str | None]:
@@ -179,8 +180,8 @@ def find_problems(settings: Settings, report: dict[str, Any]) -> list[str]:
     return problems
 
 
-def memory_report(settings: Settings, report: dict[str, Any]) -> tuple[str, list[str]]:
-    """What the model takes of this machine's free memory, and the problem if it does not fit.
+def memory_report(settings: Settings, report: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """What multiplies the model's matrices, what it takes of the free memory, and the problem if it does not fit.
 
     Says nothing where a GPU, several ranks or the mock computes it, or where it is not on this machine.
     """
@@ -188,16 +189,16 @@ def memory_report(settings: Settings, report: dict[str, Any]) -> tuple[str, list
     here = Path(chosen.model_path).expanduser().exists() and max(chosen.tp_size, chosen.pp_size) == 1
     on_cpu = chosen.device == "cpu" or (chosen.device == "auto" and not report["device"].get("cuda_devices"))
     if chosen.executor != "torch" or chosen.load_format == "dummy" or not here or not on_cpu:
-        return "", []
+        return "", "", []
     from tokenyard.executor.memory_fit import free_memory
     from tokenyard.executor.model_loader import memory_need
 
     try:
-        need, free = memory_need(chosen.model_path, **chosen.executor_options()), free_memory()
+        (need, formats), free = memory_need(chosen.model_path, **chosen.executor_options()), free_memory()
         need.check(free)
     except TokenyardError as error:
-        return "", [error.message]
-    return need.describe(free), []
+        return "", "", [error.message]
+    return formats, need.describe(free), []
 
 
 def _print_report(report: dict[str, Any]) -> None:
@@ -212,8 +213,9 @@ def _print_report(report: dict[str, Any]) -> None:
     for name, entry in report["settings"].items():
         table.add_row(name, escape(_shown(entry["value"])), escape(entry["from"]))
     console.print(table if report["settings"] else f"all {len(fields(Settings))} settings are defaults")
-    if report.get("memory"):
-        console.print(f"memory: {escape(report['memory'])}", soft_wrap=True)
+    for name in ("weights", "memory"):
+        if report.get(name):
+            console.print(f"{name}: {escape(report[name])}", soft_wrap=True)
     for problem in report["problems"]:
         console.print(f"[red]problem:[/red] {escape(problem)}")
     if not report["problems"]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight")
 HEADS = ("lm_head.weight", "output.weight")
 PACKED_NUMBERS = {"I32": 8, "U8": 2}
 """Numbers of 4 bits in an element of a packed matrix, by safetensors' name of its type."""
+PLAIN_KINDS = ("F64", "F32", "F16", "BF16")
 PACKED_ENDINGS = ("qweight", "weight_packed", "blocks")
 BITS_OF_8, BITS_OF_4 = 34 / 32, 18 / 32
 """Bytes of a number in Q8_0 and Q4_0."""
@@ -30,9 +32,12 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file. numbers: after unpacking; packed: whether native steps multiply its bytes as they are."""
+    """A tensor of a file. kind: the file's name of its type; numbers: after unpacking; packed: whether native steps
+    multiply its bytes as they are.
+    """
 
     name: str
+    kind: str
     nbytes: int
     numbers: int
     matrix: bool
@@ -97,6 +102,30 @@ def _loaded(tensor: StoredTensor, itemsize: int, native: bool, quantization: str
     return tensor.numbers * (BITS_OF_8 if in_8 else BITS_OF_4)
 
 
+def describe_formats(folder: Path, instructions: str, quantization: str = "none") -> str:
+    """Return which kinds of matrices a folder's files have, and what multiplies each, in one line.
+
+    instructions: those of packed weights in native steps, "" where torch computes the model. quantization: as
+    `--quantization`.
+    """
+    counts = Counter[tuple[str, str]]()
+    for tensor in stored_tensors(folder):
+        if not tensor.matrix:
+            continue
+        if tensor.packed:
+            counts[tensor.kind, f"packed, by {instructions}" if instructions else "unpacked"] += 1
+        elif tensor.kind in PLAIN_KINDS:
+            made = (
+                f"as {quantization}, by {instructions}"
+                if instructions and quantization in ("q4", "q8")
+                else "as numbers"
+            )
+            counts[tensor.kind, made] += 1
+        else:
+            counts[tensor.kind, "unpacked"] += 1
+    return "; ".join(f"{count} of {kind} {how}" for (kind, how), count in sorted(counts.items()))
+
+
 def stored_tensors(folder: Path) -> list[StoredTensor]:
     """Return what a model's GGUF file or safetensors files hold. Raises ConfigError for files that are damaged."""
     if (folder / LINK).exists():
@@ -104,6 +133,7 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
         return [
             StoredTensor(
                 tensor.name,
+                tensor.tensor_type.name,
                 int(tensor.n_bytes),
                 int(tensor.n_elements),
                 len(tensor.shape) > 1,
@@ -130,7 +160,7 @@ def _safetensors(path: Path) -> list[StoredTensor]:
         begin, end = one["data_offsets"]
         packed = name.endswith(PACKED_ENDINGS) and one["dtype"] in PACKED_NUMBERS
         numbers *= PACKED_NUMBERS[one["dtype"]] if packed else 1
-        found.append(StoredTensor(name, end - begin, numbers, len(one["shape"]) > 1, packed))
+        found.append(StoredTensor(name, one["dtype"], end - begin, numbers, len(one["shape"]) > 1, packed))
     return found
 
 

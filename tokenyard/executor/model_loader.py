@@ -39,7 +39,7 @@ from tokenyard.executor.kv_pool import (
     kv_bytes_per_token,
 )
 from tokenyard.executor.lora_manager import LoraManager, LoraMemoryPool, TorchLoraPool
-from tokenyard.executor.memory_fit import MemoryNeed, activation_bytes, free_memory, weight_bytes
+from tokenyard.executor.memory_fit import MemoryNeed, activation_bytes, describe_formats, free_memory, weight_bytes
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.hf_config import read_model_config
@@ -259,8 +259,9 @@ def _make_states(config: ModelConfig, info: ExecutorInfo, device: torch.device, 
         ) from error
 
 
-def memory_need(model_path: str, **options: Any) -> MemoryNeed:
-    """Return what a model takes on a CPU, by its config and the headers of its files. Downloads it if it is not here.
+def memory_need(model_path: str, **options: Any) -> tuple[MemoryNeed, str]:
+    """Return what a model takes on a CPU, by its config and the headers of its files, and what multiplies its matrices
+    (see describe_formats). Downloads it if it is not here.
 
     options: see LoadOptions. Raises ConfigError; see load_executor.
     """
@@ -269,7 +270,9 @@ def memory_need(model_path: str, **options: Any) -> MemoryNeed:
     config = read_folder_config(folder)
     kind = choose_dtype(given.dtype, target, config)
     choice = _choose_backends(given, config, kind, target)
-    return _memory_need(folder, config, kind, choice, given, given.ranks)
+    instructions = choice.engine.library.packed_instructions() if choice.engine and choice.native_model else ""
+    need = _memory_need(folder, config, kind, choice, given, given.ranks)
+    return need, describe_formats(folder, instructions, given.quantization)
 
 
 def _memory_need(

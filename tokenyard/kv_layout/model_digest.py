@@ -19,7 +19,7 @@ def model_digest(folder: str, *facts: str) -> str:
     """
     digest = blake2b("\0".join(facts).encode(), digest_size=DIGEST_BYTES)
     path = Path(folder)
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else ():
+    for file in sorted((*path.glob("*.safetensors"), *path.glob("*.gguf"))) if path.is_dir() else ():
         size = file.stat().st_size
         digest.update(f"\0{file.name}\0{size}".encode())
         with file.open("rb") as content:

@@ -110,6 +110,11 @@ class Library:
         """The kernel levels that both the library and this CPU support."""
         return [level for level in range(len(LEVELS)) if self.functions.ty_level_name(level)]
 
+    def packed_instructions(self) -> str:
+        """The instructions that multiply packed weights at the level that is used."""
+        found: bytes = self.functions.ty_packed_instructions(self.level)
+        return found.decode()
+
     def _choose_level(self) -> int:
         wanted = os.environ.get(LEVEL_VARIABLE)
         if not wanted:
@@ -188,6 +193,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_size_of": (numbers, [number]),
         "ty_best_level": (number, []),
         "ty_level_name": (ctypes.c_char_p, [number]),
+        "ty_packed_instructions": (ctypes.c_char_p, [number]),
         "ty_active_is_bf16": (number, [number, number]),
         "ty_pool_new": (pointer, [number, pointer]),
         "ty_pool_free": (None, [pointer]),

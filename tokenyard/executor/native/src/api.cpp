@@ -125,6 +125,8 @@ const char *ty_level_name(int level) {
     return kernels ? kernels->name : nullptr;
 }
 
+const char *ty_packed_instructions(int level) { return kernels_of(level)->block_instructions; }
+
 int ty_active_is_bf16(int level, int dtype) { return typed_of(level, dtype).active_is_bf16; }
 
 void *ty_pool_new(int threads, const int32_t *cores) { return new ty::Pool(threads, cores); }

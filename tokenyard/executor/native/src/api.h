@@ -76,6 +76,8 @@ struct ty_attention {
 TY_API int64_t ty_size_of(int which);
 TY_API int ty_best_level(void);        // the best kernels that this CPU can run
 TY_API const char *ty_level_name(int level);  // null where the library or the CPU lacks it
+// What multiplies packed weights, for people to read.
+TY_API const char *ty_packed_instructions(int level);
 TY_API int ty_active_is_bf16(int level, int dtype);
 
 // cores: int32[threads], where each thread but the first, the caller's, is to stay; null to leave that to the system.

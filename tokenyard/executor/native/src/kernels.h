@@ -223,7 +223,7 @@ struct Draw {
 constexpr int64_t draw_space(int64_t vocabulary) { return 5 * round_up(vocabulary, MAX_WIDTH) + 64; }
 
 struct Kernels {
-    const char *name;
+    const char *name, *block_instructions;  // the latter: of products of packed weights
     int width;
     TypedKernels bf16_kernels, float_kernels;
     // Hold count numbers below `cap`: cap * tanh(x / cap).
