@@ -23,6 +23,7 @@ from tokenyard.base import (
 from tokenyard.cache import windows
 from tokenyard.executor.mock import FixedStepCost, MockExecutor
 from tokenyard.policy import POLICIES
+from tokenyard.policy.state_retention import STATE_RETENTIONS
 
 PREFIXES = ([], [5] * 4, [5] * 16, [5, 6, 7, 8] * 5)
 CONTEXT = 48
@@ -53,6 +54,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     """The real scheduler and cache, the mock device, and a model that only knows what each token must be."""
 
     check_kv = False
+
+    def group_settings(self, data):
+        """Settings that concern these groups."""
+        return {}
 
     def groups(self, data, tokens, page_size):
         """The layers with a window, which have their own pool, and those with a recurrent state."""
@@ -93,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_batch_prefix_caching_deprioritize_threshold=4,
             **around,
             **others,
+            **self.group_settings(data),
         )
         info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT, **self.groups(data, tokens, page_size))
         executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=(3, 20), check_kv=self.check_kv)
@@ -266,6 +272,11 @@ class StatesMachine(SchedulerMachine):
     def groups(self, data, tokens, page_size):
         slots, interval = data.draw(st.sampled_from([0, 1, 3, 50])), data.draw(st.sampled_from([1, 3, 8]))
         return {"states": StateGroup(slots, track_interval=interval)}
+
+    def group_settings(self, data):
+        most = data.draw(st.sampled_from([1, 3, -1]))
+        policy = data.draw(st.sampled_from(STATE_RETENTIONS))
+        return {"mamba_retention_policy": policy, "mamba_max_states_per_path": most}
 
 
 StatesMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(60))

@@ -185,23 +185,19 @@ def check_books(scheduler: Scheduler) -> None:
     assert (table.held[running] == table.planned[running]).all()
     assert len(state.waiting) + len(seated) == len(table)
     if memory.states is not None:
-        memory.states.check(owners_of_pages(scheduler))
+        memory.states.check(readers_of_states(scheduler))
     check_holders(scheduler)
 
 
-def owners_of_pages(scheduler: Scheduler) -> np.ndarray:
-    """How many rows own each page, by what rows and those that have left hold beyond what is in the tree."""
+def readers_of_states(scheduler: Scheduler) -> np.ndarray:
+    """How many rows are about to read the checkpoint of each page: those that load KV behind one."""
     memory, table = scheduler.state.memory, scheduler.state.table
-    owners, size = np.zeros(memory.num_pages + 1, np.int32), memory.page_size
-    seated = scheduler.state.admitted_rows()
-    columns = (table.pool_row[seated], table.cached[seated], table.held[seated])
-    rows = list(zip(*(column.tolist() for column in columns), strict=True))
-    rows += [(release.pool_row, release.cached, release.held) for release in memory.releases]
-    for pool_row, cached, held in rows:
-        np.add.at(owners, memory.pool.page_table[pool_row, cached // size : memory.pages_for(held)], 1)
-    for _, pages in memory.pending_frees:
-        owners[pages] += 1
-    return owners
+    readers = np.zeros(memory.num_pages + 1, np.int32)
+    for row in scheduler.state.admitted_rows().tolist():
+        cached = int(table.cached[row])
+        if table.request_state(row).fresh and cached:
+            readers[memory.pool.page_table[table.pool_row[row], cached // memory.page_size - 1]] += 1
+    return readers
 
 
 def check_holders(scheduler: Scheduler) -> None:

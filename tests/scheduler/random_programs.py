@@ -174,6 +174,7 @@ def _add_states(draw: random.Random, program: Program) -> None:
     if program.windows is not None or program.drafts or moves or stored or draw.random() < 0.8:
         return
     program.states = StateGroup(draw.choice((0, 1, 4, 40)), track_interval=draw.choice((1, 5, 16)))
+    program.settings["mamba_retention_policy"] = draw.choice(("worth", "worth", "last", "per-path"))
 
 
 def _add_adapters(draw: random.Random, program: Program) -> None:

@@ -7,16 +7,17 @@ from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import ConfigError, SamplingParams, SchedulerSettings, StateGroup, StopFound
 from tokenyard.cache.state_checkpoints import StateCheckpoints
 from tokenyard.executor.mock import FixedStepCost, MockExecutor
+from tokenyard.policy.state_retention import STATE_RETENTIONS, LastState
 from tokenyard.scheduler import Scheduler
 
 
-def make_yard(slots=50, tokens=400, page_size=1, interval=8, depth=1, answer_tokens=None, **fields):
+def make_yard(slots=50, tokens=400, page_size=1, interval=8, depth=1, answer_tokens=None, context=240, **fields):
     """A yard whose device checks the state that each row continues from."""
     states = StateGroup(slots, track_interval=interval)
-    info = make_info(tokens // page_size, page_size, rows=8, context=240, states=states)
+    info = make_info(tokens // page_size, page_size, rows=8, context=context, states=states)
     settings = SchedulerSettings(
         page_size=page_size,
-        context_length=240,
+        context_length=context,
         max_running_requests=6,
         max_in_flight=depth,
         **{"schedule_conservativeness": 0.1, "chunked_prefill_size": 16} | fields,
@@ -56,18 +57,22 @@ def test_the_next_turn_hits_at_the_last_interval_of_the_answer(depth):
     assert hit == 64
 
 
-def test_a_third_prompt_hits_where_two_branched_off():
-    yard = make_yard()
+@pytest.mark.parametrize("policy", ["worth", "per-path"])
+def test_a_third_prompt_hits_where_two_branched_off(policy):
+    yard = make_yard(mamba_retention_policy=policy)
     system = prompt_of(4, 60)
     assert ask(yard, system + prompt_of(5, 20))[0] == 0
     assert ask(yard, system + prompt_of(6, 20))[0] == 0, "KV is there, but no state at the end of the system prompt"
     assert ask(yard, system + prompt_of(7, 20))[0] == 60
 
 
-def test_every_turn_of_a_conversation_hits_while_others_evict():
-    yard, prompt, hits = make_yard(slots=6, tokens=300), prompt_of(8, 20), []
-    for turn in range(8):
-        hit, answer = ask(yard, prompt, max_new=9)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", STATE_RETENTIONS)
+def test_every_turn_of_a_conversation_hits_while_others_evict(policy, depth):
+    yard = make_yard(slots=6, tokens=500, context=600, depth=depth, mamba_retention_policy=policy)
+    prompt, hits = prompt_of(8, 20), []
+    for turn in range(30):
+        hit, answer = ask(yard, prompt, max_new=9, depth=depth)
         hits.append(len(prompt) - hit)
         prompt = prompt + answer + prompt_of(20 + turn, 5)
         ask(yard, prompt_of(40 + turn, 12))
@@ -84,7 +89,7 @@ def test_without_slots_nothing_hits_and_everything_runs():
 
 
 def test_an_evicted_checkpoint_leaves_its_kv_and_the_one_before_it():
-    yard = make_yard(slots=2, interval=100)
+    yard = make_yard(slots=2, interval=100, mamba_retention_policy="last")
     prompt = prompt_of(10, 30)
     ask(yard, prompt)
     ask(yard, prompt + prompt_of(11, 10))
@@ -138,7 +143,7 @@ def test_a_kv_store_is_refused():
 
 def test_an_interval_that_is_no_multiple_of_the_page_size_is_an_error():
     with pytest.raises(ValueError, match="every 6 tokens"):
-        StateCheckpoints(page_size=4, num_pages=10, num_slots=3, interval=6, pool_rows=2)
+        StateCheckpoints(4, num_pages=10, num_slots=3, interval=6, pool_rows=2, retention=LastState())
 
 
 def test_a_row_that_decodes_keeps_its_last_two_states():

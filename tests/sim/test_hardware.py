@@ -77,7 +77,8 @@ def test_recurrent_states_take_a_fixed_place():
     hybrid = TINY | {"full_attention_interval": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
     shape = read_shape(hybrid | {"linear_value_head_dim": 16}, "a", "a")
     assert shape.family == "hybrid"
-    assert shape.fixed_kv_bytes(1) == 2 * 4 * 16 * 16 * 4
+    state, conv = 4 * 16 * 16 * 4, 3 * (2 * 4 + 4) * 16 * 2
+    assert shape.fixed_kv_bytes(1) == shape.state_slot_bytes() == 2 * (state + conv)
 
 
 def test_latents_are_on_every_device_and_heads_are_divided():

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from tokenyard.base.errors import ConfigError
 from tokenyard.base.request import Int32Array, Int64Array, UInt8Array
 from tokenyard.base.step_plan import StepPlan, StepResult, StepWork
 
@@ -20,6 +21,10 @@ class WindowGroup:
     num_pages: int
 
 
+MIN_CHECKPOINTS = 8
+"""Of recurrent states, so that a small KV pool caches anything at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateGroup:
     """Layers with a recurrent state instead of KV (Mamba, gated delta net).
@@ -34,6 +39,31 @@ class StateGroup:
     num_slots: int
     slot_bytes: int = 0
     track_interval: int = 256
+
+    @classmethod
+    def fitting(
+        cls, slot_bytes: int, kv_bytes: int, pool_rows: int, *, max_slots: int | None, ratio: float, track_interval: int
+    ) -> "StateGroup":
+        """The group where one slot takes `slot_bytes`.
+
+        max_slots: all slots, working ones of the `pool_rows` rows among them (SGLang's max_mamba_cache_size); None for
+        checkpoints of `ratio` times the `kv_bytes` of the KV pool (SGLang's mamba_full_memory_ratio) and no fewer than
+        MIN_CHECKPOINTS. Without a ratio there are none.
+        """
+        if track_interval < 1:
+            raise ConfigError(f"mamba_track_interval is {track_interval}; it must be at least 1")
+        if max_slots is not None and max_slots < pool_rows:
+            raise ConfigError(
+                f"max_mamba_cache_size is {max_slots}; {pool_rows} running requests need a slot each, so raise it or "
+                "lower max_running_requests"
+            )
+        if not ratio:
+            checkpoints = 0
+        elif max_slots is not None:
+            checkpoints = max_slots - pool_rows
+        else:
+            checkpoints = max(int(ratio * kv_bytes / slot_bytes), MIN_CHECKPOINTS)
+        return cls(checkpoints, slot_bytes, track_interval)
 
 
 @dataclass(frozen=True, slots=True)

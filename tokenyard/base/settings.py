@@ -178,6 +178,37 @@ class SharedSettings:
     radix_eviction_policy: str = setting(
         "lru", "scheduler", "what a full prefix cache drops first: lru, lfu, fifo, mru, filo, slru, priority or reuse"
     )
+    mamba_full_memory_ratio: float = setting(
+        0.9,
+        "device",
+        "memory of checkpoints of recurrent states (gated delta nets), as a part of that of the KV pool",
+        NumberRange(0, 1000),
+    )
+    max_mamba_cache_size: int | None = setting(
+        None,
+        "device",
+        "recurrent states in memory, one for each running request and the others as checkpoints; by "
+        "--mamba-full-memory-ratio if absent",
+        NumberRange(1, 1 << 24),
+    )
+    mamba_track_interval: int = setting(
+        256,
+        "device",
+        "answer tokens between two checkpoints of a request's recurrent state, rounded up to whole pages",
+        NumberRange(1, 1 << 24),
+    )
+    mamba_retention_policy: str = setting(
+        "worth",
+        "device",
+        "which prefixes keep a recurrent state: those worth most, ends (as vLLM), or a few on each path (as SGLang)",
+        choices=("worth", "last", "per-path"),
+    )
+    mamba_max_states_per_path: int = setting(
+        3,
+        "device",
+        "per-path: most recurrent states on a path of the prefix cache, those at forks not counted; -1 for no limit",
+        NumberRange(1, other=-1, meaning="no limit"),
+    )
     enable_hierarchical_cache: bool = setting(
         False, "kv_store", "keep KV below the device as well, in the store of --hicache-storage-backend"
     )

@@ -74,10 +74,20 @@ class NoCache:
     def supersede(self, node: TreeNode) -> None:
         """Nothing is kept."""
 
+    def rank_anew(self, node: TreeNode) -> None:
+        """Nothing is kept."""
+
+    def cut(self, node: TreeNode, pages: int) -> None:
+        """Nothing is kept."""
+
     def record_hit(self, node: TreeNode) -> None:
         """Do nothing."""
 
     def evict(self, num_pages: int) -> Int32Array:
+        """No pages."""
+        return NO_PAGES.copy()
+
+    def evict_unusable(self) -> Int32Array:
         """No pages."""
         return NO_PAGES.copy()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.base import Int32Array, PrefixListener
-from tokenyard.cache.eviction import EvictionQueue, Retention, ReuseQueue, get_eviction_policy
+from tokenyard.cache.eviction import EvictionPolicy, EvictionQueue, Retention, ReuseQueue, get_eviction_policy
 from tokenyard.cache.kv_events import KvEvent, KvEventLog
 from tokenyard.cache.tree_node import NO_PAGES, TOKEN_BYTES, TOKEN_DTYPE, TreeNode
 
@@ -27,12 +27,12 @@ def make_key(tokens: Int32Array) -> bytes:
 class MatchResult:
     """The deepest node that a key matches in full, and the tokens from the root to its end.
 
-    present_tokens: for a match that was cut to what is usable, the tokens that the tree has; else 0.
+    branch_tokens: for a match that was cut to what is usable, where the key leaves what the tree has; else 0.
     """
 
     node: TreeNode
     tokens: int
-    present_tokens: int = 0
+    branch_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -58,12 +58,19 @@ class RadixCache:
         because a blocked request may match in every step. Under priority, a larger number stays longer. Under reuse,
         `retain_by` sets what KV is worth.
     enable_kv_events: keep a log of blocks stored and removed, which grows until `drain_events` is called.
+    rank: ranks leaves in place of that policy.
     listeners: called on every change (see PrefixListener). Clearing the tree evicts node by node, children first.
     """
 
     enabled = True
 
-    def __init__(self, page_size: int = 1, eviction_policy: str = "lru", enable_kv_events: bool = False) -> None:
+    def __init__(
+        self,
+        page_size: int = 1,
+        eviction_policy: str = "lru",
+        enable_kv_events: bool = False,
+        rank: EvictionPolicy | None = None,
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
         self.page_size = page_size
@@ -72,7 +79,7 @@ class RadixCache:
         self.listeners: list[PrefixListener] = []
         self._page_bytes = page_size * TOKEN_BYTES
         policy = get_eviction_policy(eviction_policy)
-        self._queue = ReuseQueue() if eviction_policy == "reuse" else EvictionQueue(policy)
+        self._queue = ReuseQueue() if eviction_policy == "reuse" else EvictionQueue(rank or policy)
         self._roots: dict[str, TreeNode] = {}
         self._sweep_at = _MIN_ROOTS_TO_SWEEP
         self._tick = 0
@@ -100,6 +107,15 @@ class RadixCache:
         node.superseded = True
         if node.eviction_rank is not None:
             self._queue.push(node)
+
+    def rank_anew(self, node: TreeNode) -> None:
+        """What the rank of the evictable leaf `node` depends on has changed."""
+        self._queue.push(node)
+
+    def cut(self, node: TreeNode, pages: int) -> None:
+        """Split the evictable leaf `node` after its first `pages` pages."""
+        self._split(node, pages * self._page_bytes)
+        self._queue.push(node)
 
     def match(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> MatchResult:
         """The longest prefix of `key` in the tree, at most `max_tokens`, in whole pages; the root if there is none.
@@ -232,6 +248,14 @@ class RadixCache:
             taken.append(leaf.pages)
             missing -= len(leaf.pages)
         return np.concatenate(taken)
+
+    def evict_unusable(self) -> Int32Array:
+        """Remove the first leaf if its rank is below 0; returns its pages (int32[n])."""
+        leaf = self._queue.first() if self.evictable_pages else None
+        if leaf is None or leaf.eviction_rank is None or leaf.eviction_rank >= 0:
+            return NO_PAGES
+        self._remove_leaf(leaf)
+        return leaf.pages
 
     def evict_namespaces(self, wanted: Callable[[str], bool]) -> Int32Array:
         """Remove the pages of all `wanted` namespaces that are not locked; returns their ids (int32)."""

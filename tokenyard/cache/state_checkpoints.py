@@ -5,49 +5,129 @@ continue behind a cached prefix only where a copy of that state was saved: a che
 radix cache, vLLM the Mamba state of a block.
 
 One slot holds the states of all such layers after one prefix. The last page of a prefix names it, as every page of the
-tree belongs to one prefix only, so the owner of a page also owns its checkpoint, and splits of the tree change nothing.
-A hit ends at a page with a checkpoint. A checkpoint can be evicted without its page: the prefix then ends at an earlier
-one. It is never required: if no slot can be had, none is saved, so checkpoints hold up no row.
+tree belongs to one prefix only, so the owner of a page also owns its checkpoint. A hit ends at a page with a
+checkpoint. A checkpoint can be evicted without its page: the prefix then ends at an earlier one. It is never required:
+if no slot can be had, none is saved, so checkpoints hold up no row.
 
-The slot of a page that is private to a row is not evictable: the step that writes it may be in flight.
+Plans run in order, so a slot may get another owner while a step that writes or reads it is in flight; the later step
+overwrites it later. Only a checkpoint that a row is about to read stays. Which one goes is the answer of a
+`StateRetention`.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
-from tokenyard.base import Int32Array, Int64Array
+from tokenyard.base import Float64Array, Int32Array, PrefixListener
 from tokenyard.cache.allocator import PageAllocator
 
+PROMPT, ANSWER, BRANCH, SPACED = range(4)
+"""Why a checkpoint was saved: the end of a prompt, every interval of an answer, a place where a prompt branches off
+from others, every so many tokens of a long prompt.
+"""
 
-class StateCheckpoints:
+
+_UNUSABLE = 1 << 48
+ROOMY_SHARE = 0.25
+"""With more than this share of the slots free there is room for checkpoints that may be of no use."""
+
+
+class StateRetention(Protocol):
+    """Which prefixes keep a checkpoint. It judges and never allocates.
+
+    ranks_kv: whether KV is evicted by the worth of the checkpoints that make it usable.
+    """
+
+    ranks_kv: bool
+
+    def positions(self, start: int, end: int, branch: int, last: int, roomy: bool) -> list[tuple[int, int]]:
+        """Where to save the state of a prompt whose tokens from `start` to `end` are computed: (position, kind).
+
+        branch: where the prompt branches off from what the tree has. last: the last page boundary before its last
+        token. Both may be outside the tokens computed. roomy: many slots are free.
+        """
+
+    def values(self, states: "StateCheckpoints", slots: Int32Array, per_byte: bool) -> Float64Array:
+        """What it is worth to keep each of `slots` (int32[n]): float64[n]. The lowest goes first, at equal values the
+        one that was used least recently.
+
+        per_byte: per byte that is freed, KV that becomes useless included; else per slot.
+        """
+
+    def excess(self, states: "StateCheckpoints", slot: int) -> list[int]:
+        """Slots of the tree to evict now that `slot` has joined it."""
+
+    def hit(self, states: "StateCheckpoints", slot: int) -> None:
+        """A row continues from `slot`."""
+
+    def lost(self, states: "StateCheckpoints", slot: int) -> None:
+        """`slot` is evicted."""
+
+
+class StateCheckpoints(PrefixListener):
     """The checkpoint slot of each page, for the layers of a model with a recurrent state.
 
     interval: a decoding row saves its state every so many tokens (SGLang's `mamba_track_interval`), a multiple of the
         page size.
     of: int32[num_pages + 1], the slot (from 1 on) of the state after the prefix that ends with each page, 0 for none.
-    users: int32[num_pages + 1], how many rows own that slot or are about to read it.
-    evictable: slots of the tree without users.
+    users: int32[num_pages + 1], how many rows are about to read that slot.
+    evictable: slots without users.
     listeners: called with pages of the tree (int32[n]) that have gained or lost a checkpoint.
+    now: the time (ns) of the step that is planned.
+
+    By slot, int64[num_slots + 1] each:
+    page: the page of a slot, 0 for a free one. tokens: the length of its prefix. saved: tokens from the checkpoint
+        before it on, which a hit saves. before: the slot of that checkpoint in the tree, 0 for none. kind: why it was
+        saved. hits: rows that continued from it. used_ns: when it was saved or hit last. rank: order of use.
     """
 
-    def __init__(self, page_size: int, num_pages: int, num_slots: int, interval: int, pool_rows: int) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        num_pages: int,
+        num_slots: int,
+        interval: int,
+        pool_rows: int,
+        retention: StateRetention,
+        slot_tokens: int = 0,
+    ) -> None:
+        """slot_tokens: the tokens whose KV takes as many bytes as one slot."""
         if interval < 1 or interval % page_size:
             raise ValueError(f"a row cannot save its state every {interval} tokens with pages of {page_size}")
         self.page_size = page_size
         self.num_slots = num_slots
         self.interval = interval
+        self.slot_tokens = slot_tokens
+        self.retention = retention
         self.allocator = PageAllocator(num_slots)
         self.of: Int32Array = np.zeros(num_pages + 1, np.int32)
         self.users: Int32Array = np.zeros(num_pages + 1, np.int32)
         self.evictable = 0
         self.listeners: list[Callable[[Int32Array], None]] = []
-        # Ranks are unique, so the order of eviction is deterministic.
-        self.rank: Int64Array = np.zeros(num_pages + 1, np.int64)
+        self.now = 0
+        self.page, self.tokens, self.saved, self.before, self.kind, self.hits, self.used_ns, self.rank = (
+            np.zeros(num_slots + 1, np.int64) for _ in range(8)
+        )
+        self.nodes: list[Any] = [None] * (num_slots + 1)
         self._tick = 0
         self._pool_rows = pool_rows
         # The pages of the last two states that each pool row saved while it decoded, 0 for none.
         self._tracked: Int32Array = np.zeros((pool_rows, 2), np.int32)
+        self._tree: Any = None
+
+    def watch(self, tree: Any) -> None:
+        """Follow `tree`, whose leaves are ranked anew when they lose or gain a checkpoint."""
+        self._tree = tree
+        tree.listeners.append(self)
+
+    def rank_of_leaf(self, leaf: Any) -> int:
+        """The order in which KV is evicted by worth: what no checkpoint makes usable first, with ranks below 0, then
+        least recently used first.
+        """
+        useful = self.of[leaf.pages].any()
+        rank: int = leaf.last_access_tick
+        return rank if useful else rank - _UNUSABLE
 
     @property
     def used(self) -> int:
@@ -57,6 +137,11 @@ class StateCheckpoints:
     def slot(self, page: int) -> int:
         """The slot of a page's checkpoint as the executor counts: the working states of all pool rows come first."""
         return self._pool_rows - 1 + int(self.of[page])
+
+    @property
+    def roomy(self) -> bool:
+        """Whether so many slots are free that a checkpoint need not be sure to be of use."""
+        return self.allocator.available > self.num_slots * ROOMY_SHARE
 
     # ---- prefixes --------------------------------------------------------------------------------------------------
 
@@ -76,28 +161,44 @@ class StateCheckpoints:
         """A row will read the checkpoint of `page`, which is in the tree."""
         self.evictable -= int(self.users[page] == 0)
         self.users[page] += 1
-        self._touch(page)
+        self._touch(int(self.of[page]))
 
     def release(self, page: int) -> None:
         """Undo one `retain`."""
         self.users[page] -= 1
         self.evictable += int(self.users[page] == 0)
 
+    def hit(self, page: int) -> None:
+        """A row is admitted that continues from the checkpoint of `page`."""
+        slot = int(self.of[page])
+        self.retention.hit(self, slot)
+        self.hits[slot] += 1
+        self.used_ns[slot] = self.now
+
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, page: int) -> bool:
-        """Take a slot for the state after `page`, which is private to a row; False if no slot can be had."""
-        if not self.of[page]:
-            if not self.allocator.available:
-                self._evict_one()
-            if not self.allocator.available:
-                return False
-            self.of[page] = self.allocator.alloc(1)[0]
-            self.users[page] = 1
-        self._touch(page)
-        return True
+    def save(self, page: int, tokens: int = 0, kind: int = PROMPT, saved: int = 0) -> bool:
+        """Take a slot for the state after `page`, which is private to a row; False if none is worth less.
 
-    def track(self, pool_row: int, page: int) -> bool:
+        tokens: of the prefix. saved: those that a hit there saves, compared with one before.
+        """
+        if self.of[page]:
+            return True
+        # Slot 0 stands for the newcomer until it has one.
+        self.tokens[0], self.kind[0], self.saved[0], self.used_ns[0] = tokens, kind, saved, self.now
+        allowed = self.allocator.available or self._evict_for_newcomer()
+        if allowed:
+            slot = int(self.allocator.alloc(1)[0])
+            for column in (self.tokens, self.kind, self.saved, self.used_ns):
+                column[slot] = column[0]
+            self.page[slot], self.before[slot], self.hits[slot] = page, 0, 0
+            self.of[page] = slot
+            self.evictable += 1
+            self._touch(slot)
+        self.tokens[0] = self.saved[0] = 0
+        return bool(allowed)
+
+    def track(self, pool_row: int, page: int, tokens: int = 0, saved: int = 0) -> bool:
         """`save` for a row that decodes, which keeps the last two of such states.
 
         The step in flight may turn out to lie behind a stop, so the last state alone may be one token too late.
@@ -106,7 +207,7 @@ class StateCheckpoints:
         if superseded and self.of[superseded]:
             self.free_pages(np.array([superseded], np.int32))
         self._tracked[pool_row] = last, 0
-        if not self.save(page):
+        if not self.save(page, tokens, ANSWER, saved):
             return False
         self._tracked[pool_row, 1] = page
         return True
@@ -115,24 +216,22 @@ class StateCheckpoints:
         """A pool row changes owner."""
         self._tracked[pool_row] = 0
 
-    def join_tree(self, pages: Int32Array) -> None:
-        """Private `pages` (int32[n]) of a row are now pages of the tree."""
-        present = pages[self.of[pages] > 0]
-        self.users[present] -= 1
-        self.evictable += int(np.count_nonzero(self.users[present] == 0))
-
-    def replace(self, own: Int32Array, found: Int32Array) -> None:
+    def replace(self, own: Int32Array, found: Int32Array, node: Any) -> None:
         """`found` pages of the tree replace a row's `own` pages with the same tokens (both int32[n]).
 
-        Where a found page has no checkpoint, it takes that of the row's own page.
+        Where a found page has no checkpoint, it takes that of the row's own page. node: of the tree, at or below them.
         """
         gained = (self.of[own] > 0) & (self.of[found] == 0)
         giving, taking = own[gained], found[gained]
         if not len(taking):
             return
-        self.of[taking], self.rank[taking] = self.of[giving], self.rank[giving]
-        self.of[giving] = self.users[giving] = 0
-        self.evictable += len(taking)
+        slots = self.of[giving]
+        self.of[taking], self.page[slots] = slots, taking
+        self.of[giving] = 0
+        for slot in slots.tolist():
+            while node.parent.depth_tokens >= self.tokens[slot]:
+                node = node.parent
+            self._joined(slot, node)
         self._tell(taking)
 
     def free_pages(self, pages: Int32Array) -> None:
@@ -140,14 +239,34 @@ class StateCheckpoints:
         present = pages[self.of[pages] > 0]
         if not len(present):
             return
-        self.evictable -= int(np.count_nonzero(self.users[present] == 0))
-        self.allocator.free(self.of[present])
-        self.of[present] = self.users[present] = 0
+        for slot in self.of[present].tolist():
+            if self.nodes[slot] is not None:
+                self.retention.lost(self, slot)
+            self._free(slot)
+
+    def evict(self, per_byte: bool, below: float = np.inf) -> bool:
+        """Evict the checkpoint of the lowest value, if that is below `below`. Its page stays.
+
+        per_byte: see `StateRetention.values`; without memory in common with KV, only checkpoints are then considered
+        at which evictable KV ends. Returns whether there was one.
+        """
+        slots = np.flatnonzero(self.page).astype(np.int32)
+        slots = slots[self.users[self.page[slots]] == 0]
+        if per_byte and not self.slot_tokens:
+            slots = np.array([slot for slot in slots.tolist() if self._ends_evictable(slot)], np.int32)
+        if not len(slots):
+            return False
+        values = self.retention.values(self, slots, per_byte)
+        best = np.lexsort((self.rank[slots], values))[0]
+        if values[best] > below:
+            return False
+        self._evict(int(slots[best]))
+        return True
 
     def check(self, users: Int32Array) -> None:
         """Raise AssertionError if the accounting is wrong. O(pages); for tests.
 
-        users: int32[num_pages + 1], how many rows should own or read the checkpoint of each page.
+        users: int32[num_pages + 1], how many rows are about to read the checkpoint of each page.
         """
         present = self.of > 0
         assert (self.users == np.where(present, users, 0)).all(), "users of checkpoints are miscounted"
@@ -156,19 +275,115 @@ class StateCheckpoints:
         self.allocator.check()
         assert len(np.unique(self.of[present])) == np.count_nonzero(present), "a checkpoint has two pages"
         assert self.allocator.available + np.count_nonzero(present) == self.num_slots, "checkpoints are lost"
+        for slot in np.flatnonzero(self.page).tolist():
+            assert self.of[self.page[slot]] == slot, "a slot does not know its page"
+            node = self.nodes[slot]
+            if node is not None:
+                assert node.pages[self._place(slot, node)] == self.page[slot], "a checkpoint is at another node"
+                assert self.before[slot] == self._before(slot), "a checkpoint follows another one"
 
-    def _evict_one(self) -> None:
-        """Evict the checkpoint that was used least recently; its page stays in the tree."""
-        idle = np.flatnonzero((self.of > 0) & (self.users == 0)).astype(np.int32)
-        if not len(idle):
+    # ---- PrefixListener --------------------------------------------------------------------------------------------
+
+    def inserted(self, parent: Any, node: Any) -> None:
+        """`node` is a new leaf: its checkpoints join the tree."""
+        slots = self.of[node.pages]
+        for slot in slots[slots > 0].tolist():
+            self.nodes[slot] = node
+            self._link(slot)
+            self._drop_excess(slot)
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """The front part of the run of `lower` is that of `upper` now."""
+        slots = self.of[upper.pages]
+        for slot in slots[slots > 0].tolist():
+            self.nodes[slot] = upper
+        if lower.eviction_rank is not None:
+            self._tree.rank_anew(lower)
+
+    def evicted(self, node: Any) -> None:
+        """The leaf `node` left the tree; its checkpoints go when its pages are freed."""
+
+    # ---- internals -------------------------------------------------------------------------------------------------
+
+    def _evict_for_newcomer(self) -> bool:
+        value = self.retention.values(self, np.zeros(1, np.int32), False)[0]
+        return self.evict(False, below=value)
+
+    def _ends_evictable(self, slot: int) -> bool:
+        node = self.nodes[slot]
+        if node is None or node.eviction_rank is None:
+            return False
+        return not self.of[node.pages[self._place(slot, node) + 1 :]].any()
+
+    def _evict(self, slot: int) -> None:
+        page, node = self.page[slot : slot + 1].astype(np.int32), self.nodes[slot]
+        self.retention.lost(self, slot)
+        place = None if node is None else self._place(slot, node)
+        self._free(slot)
+        if node is None:
             return
-        page = idle[np.argmin(self.rank[idle])][None]
-        self.free_pages(page)
         self._tell(page)
+        if node.eviction_rank is not None:
+            present = np.flatnonzero(self.of[node.pages])
+            if self.retention.ranks_kv and len(present) and present[-1] < place:
+                self._tree.cut(node, int(present[-1]) + 1)
+            else:
+                self._tree.rank_anew(node)
 
-    def _touch(self, page: int) -> None:
+    def _free(self, slot: int) -> None:
+        page = int(self.page[slot])
+        self.evictable -= int(self.users[page] == 0)
+        self.of[page] = self.users[page] = 0
+        after = np.flatnonzero(self.before == slot)
+        self.before[after] = self.before[slot]
+        self.saved[after] = self.tokens[after] - self.tokens[self.before[after]]
+        self.page[slot] = self.before[slot] = 0
+        self.nodes[slot] = None
+        self.allocator.free(np.array([slot], np.int32))
+
+    def _joined(self, slot: int, node: Any) -> None:
+        """`slot` is now that of a page in the run of `node`, which was in the tree before."""
+        self.nodes[slot] = node
+        self._link(slot)
+        below = (self.before == self.before[slot]) & (self.tokens > self.tokens[slot]) & (self.page > 0)
+        for other in np.flatnonzero(below).tolist():
+            if self.nodes[other] is not None:
+                self._link(other)
+        if node.eviction_rank is not None:
+            self._tree.rank_anew(node)
+        self._drop_excess(slot)
+
+    def _drop_excess(self, slot: int) -> None:
+        for other in self.retention.excess(self, slot):
+            self._evict(other)
+
+    def _link(self, slot: int) -> None:
+        self.before[slot] = before = self._before(slot)
+        self.saved[slot] = self.tokens[slot] - self.tokens[before]
+
+    def _before(self, slot: int) -> int:
+        """The slot of the checkpoint before that of `slot`, 0 for none."""
+        node, end = self.nodes[slot], self._place(slot, self.nodes[slot])
+        while node.parent is not None:
+            slots = self.of[node.pages[:end]]
+            present = np.flatnonzero(slots)
+            if len(present):
+                return int(slots[present[-1]])
+            node, end = node.parent, None
+        return 0
+
+    def _place(self, slot: int, node: Any) -> int:
+        """Where in the run of `node` the page of `slot` is."""
+        return (int(self.tokens[slot]) - node.parent.depth_tokens) // self.page_size - 1
+
+    def forks(self, slot: int) -> bool:
+        """Whether more than one path of the tree, or none, continues right behind the checkpoint in `slot`."""
+        node = self.nodes[slot]
+        return self._place(slot, node) == len(node.pages) - 1 and len(node.children) != 1
+
+    def _touch(self, slot: int) -> None:
         self._tick += 1
-        self.rank[page] = self._tick
+        self.rank[slot] = self._tick
 
     def _tell(self, pages: Int32Array) -> None:
         for listener in self.listeners:

@@ -120,25 +120,6 @@ class DeclaredSettings(SharedSettings):
         "they do where KV is moved, divided, or computed by kernels that know one pool",
         NumberRange(0, 1),
     )
-    mamba_full_memory_ratio: float = setting(
-        0.9,
-        "device",
-        "memory of checkpoints of recurrent states (gated delta nets), as a part of that of the KV pool",
-        NumberRange(0, 1000),
-    )
-    max_mamba_cache_size: int | None = setting(
-        None,
-        "device",
-        "recurrent states in memory, one for each running request and the others as checkpoints; by "
-        "--mamba-full-memory-ratio if absent",
-        NumberRange(1, 1 << 24),
-    )
-    mamba_track_interval: int = setting(
-        256,
-        "device",
-        "answer tokens between two checkpoints of a request's recurrent state, rounded up to whole pages",
-        NumberRange(1, 1 << 24),
-    )
     threads: int = setting(0, "device", "CPU threads of the executor; 0 lets the library choose", NumberRange(0, 4096))
     dp_size: int = setting(
         1,

@@ -59,6 +59,7 @@ class Profile:
     measured: what is known of the error against measured runs, in words; "" for nothing.
     request_ms, request_us_per_token: what passes outside the scheduler before a request's first token, per request and
         per token of its prompt: HTTP, tokenizing, detokenizing.
+    state_slot_bytes: memory of one recurrent state over all layers; 0 for a model without.
     """
 
     device: str
@@ -76,11 +77,14 @@ class Profile:
     measured: str = ""
     request_ms: float = 0.0
     request_us_per_token: float = 0.0
+    state_slot_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for sizes that are not above zero, and for an error that is no share."""
         if self.error is not None and not (isinstance(self.error, int | float) and self.error >= 0.0):
             raise ConfigError(f"the cost profile's error is {self.error!r}; it must be at least 0, or null for unknown")
+        if isinstance(self.state_slot_bytes, bool) or not isinstance(self.state_slot_bytes, int):
+            raise ConfigError(f"the cost profile's state_slot_bytes is {self.state_slot_bytes!r}; it must be a number")
         for name in ("kv_pool_tokens", "kv_bytes_per_token", "context_length", "tp", "page_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenyard.base import ConfigError, Int32Array, KvPieces, StateGroup, WindowGroup
+from tokenyard.base import ConfigError, Int32Array, KvPieces, WindowGroup
 from tokenyard.executor.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,6 @@ CPU_DEFAULT_TOKENS = 32768
 CPU_DEFAULT_BYTES = 1 << 30
 MIN_WINDOW_TOKENS, MIN_WINDOW_PAGES = 128, 8
 """What the pool of the window layers holds at least in addition to two windows, for chunked prefill."""
-MIN_CHECKPOINTS = 8
-"""Of recurrent states, so that a small KV pool caches anything at all."""
 
 
 class KvPool:
@@ -183,34 +181,6 @@ def choose_num_pages(
             + ("" if states is None else ", or lower max_running_requests, each of which has a recurrent state")
         )
     return num_pages
-
-
-def choose_state_pool(
-    slot_bytes: int, kv_bytes: int, pool_rows: int, *, max_slots: int | None, ratio: float, track_interval: int
-) -> StateGroup:
-    """Return the group of the layers with a recurrent state, where one slot takes `slot_bytes`.
-
-    max_slots: all slots, working ones of the `pool_rows` rows among them (SGLang's max_mamba_cache_size); None for
-    checkpoints of `ratio` times the `kv_bytes` of the KV pool (SGLang's mamba_full_memory_ratio) and no fewer than
-    MIN_CHECKPOINTS. Without a ratio there are none.
-    """
-    if track_interval < 1:
-        raise ConfigError(f"mamba_track_interval is {track_interval}; it must be at least 1")
-    if max_slots is not None and max_slots < pool_rows:
-        raise ConfigError(
-            f"max_mamba_cache_size is {max_slots}; {pool_rows} running requests need a slot each, so raise it or lower "
-            "max_running_requests"
-        )
-    if not ratio:
-        checkpoints = 0
-    elif max_slots is not None:
-        checkpoints = max_slots - pool_rows
-    else:
-        checkpoints = max(int(ratio * kv_bytes / slot_bytes), MIN_CHECKPOINTS)
-    logger.info(
-        "recurrent states: %d checkpoints and %d working slots of %.1f MiB", checkpoints, pool_rows, slot_bytes / 2**20
-    )
-    return StateGroup(checkpoints, slot_bytes, track_interval)
 
 
 def default_cpu_tokens(per_token: int, sharing: int = 1) -> int:

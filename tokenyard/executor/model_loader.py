@@ -33,7 +33,6 @@ from tokenyard.executor.kv_pool import (
     KvPool,
     StateBytes,
     choose_num_pages,
-    choose_state_pool,
     choose_swa_pool,
     default_cpu_tokens,
     kv_bytes_per_token,
@@ -82,7 +81,7 @@ class LoadOptions:
     disable_cuda_graph: turns the capture of decode steps off.
     cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
     swa_full_tokens_ratio: see choose_swa_pool; divided models keep all tokens in all layers.
-    max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see choose_state_pool.
+    max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see StateGroup.fitting.
     draft_tokens: the most drafts of a row in one step; 0 for none.
     draft_model: the model that drafts; "" for prompt lookup.
     lora_slots: the most LoRA adapters in a step; 0 for none.
@@ -236,7 +235,7 @@ def _state_bytes(config: ModelConfig, given: LoadOptions, dtype: torch.dtype) ->
 def _choose_states(config: ModelConfig, given: LoadOptions, dtype: torch.dtype, num_pages: int) -> StateGroup | None:
     if config.delta_net is None:
         return None
-    return choose_state_pool(
+    states = StateGroup.fitting(
         state_bytes(config.delta_net, dtype),
         num_pages * given.page_size * kv_bytes_per_token(config, dtype),
         given.max_pool_rows,
@@ -244,6 +243,11 @@ def _choose_states(config: ModelConfig, given: LoadOptions, dtype: torch.dtype, 
         ratio=given.mamba_full_memory_ratio,
         track_interval=given.mamba_track_interval,
     )
+    logger.info(
+        "recurrent states: %d checkpoints and %d working slots of %.1f MiB",
+        *(states.num_slots, given.max_pool_rows, states.slot_bytes / 2**20),
+    )
+    return states
 
 
 def _make_states(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> StatePool | None:

@@ -26,8 +26,8 @@ HALVE_AT = 4096
 class ReturnTimes:
     """How often sessions that were idle for so long came back, by the kind of their last stop."""
 
-    def __init__(self) -> None:
-        shape = (len(KINDS) + 2, len(BORDERS_S))
+    def __init__(self, kinds: int = len(KINDS) + 2) -> None:
+        shape = (kinds, len(BORDERS_S))
         self._back: Float64Array = np.full(shape, PRIOR_WEIGHT)
         self._gone: Float64Array = np.full(shape, PRIOR_WEIGHT / 4)
         self._index: Float64Array | None = None

@@ -23,7 +23,7 @@ from tokenyard.cache.allocator import PageAllocator
 from tokenyard.cache.no_cache import NoCache
 from tokenyard.cache.radix_cache import MatchResult, RadixCache
 from tokenyard.cache.req_to_token import ReqToTokenPool
-from tokenyard.cache.state_checkpoints import CheckpointedAllocator, StateCheckpoints
+from tokenyard.cache.state_checkpoints import CheckpointedAllocator, StateCheckpoints, StateRetention
 from tokenyard.cache.windows import WindowedAllocator, WindowPages
 
 NO_PAGES = np.empty(0, np.int32)
@@ -78,7 +78,9 @@ class KvMemory:
         pool_rows: int,
         windows: WindowGroup | None = None,
         states: StateGroup | None = None,
+        retention: StateRetention | None = None,
     ) -> None:
+        """retention: which prefixes keep a checkpoint of `states`."""
         self.page_size = settings.page_size
         self.num_pages = num_pages
         self.windows: WindowPages | None = None
@@ -90,14 +92,22 @@ class KvMemory:
         if states is not None:
             assert windows is None, "a model has layers with a window or with a recurrent state, not both"
             interval = self.pages_for(states.track_interval) * settings.page_size
-            self.states = StateCheckpoints(settings.page_size, num_pages, states.num_slots, interval, pool_rows)
+            assert retention is not None
+            self.states = StateCheckpoints(
+                settings.page_size, num_pages, states.num_slots, interval, pool_rows, retention
+            )
             self.allocator = CheckpointedAllocator(num_pages, self.states)
+        by_worth = self.states is not None and self.states.retention.ranks_kv
+        self._evicts_by_worth = by_worth and settings.radix_eviction_policy == "lru"
+        rank = self.states.rank_of_leaf if self.states is not None and self._evicts_by_worth else None
         self.tree: Any = (
             NoCache(settings.page_size)
             if settings.disable_radix_cache
-            else RadixCache(settings.page_size, settings.radix_eviction_policy, settings.enable_kv_events)
+            else RadixCache(settings.page_size, settings.radix_eviction_policy, settings.enable_kv_events, rank)
         )
-        self.evicts_by_time = settings.radix_eviction_policy == "reuse"
+        if self.states is not None:
+            self.states.watch(self.tree)
+        self.evicts_by_time = settings.radix_eviction_policy == "reuse" or self._evicts_by_worth
         self.pool = ReqToTokenPool(pool_rows, settings.context_length, settings.page_size)
         self.evicted_tokens = 0
         self.draft_pages = 0
@@ -165,11 +175,22 @@ class KvMemory:
         if shortfall > 0:
             if shortfall > self.tree.evictable_pages:
                 return None
-            evicted = self.tree.evict(shortfall)
-            self.evicted_tokens += len(evicted) * self.page_size
-            self.allocator.free(evicted)
+            self._evict_pages(count)
         pages: Int32Array = self.allocator.alloc(count)
         return pages
+
+    def _evict_pages(self, count: int) -> None:
+        """Evict until `count` pages are free; there must be enough."""
+        while (missing := count - self.allocator.available) > 0:
+            evicted = NO_PAGES
+            if self.states is not None and self._evicts_by_worth:
+                evicted = self.tree.evict_unusable()
+                if not len(evicted) and self.states.evict(per_byte=True):
+                    continue
+            if not len(evicted):
+                evicted = self.tree.evict(missing)
+            self.evicted_tokens += len(evicted) * self.page_size
+            self.allocator.free(evicted)
 
     def take_pages_per_step(self, counts: list[int]) -> Int32Array:
         """The pages that one `take_pages` per entry of `counts` would give. There must be enough."""
@@ -234,8 +255,10 @@ class KvMemory:
         present = match.tokens
         usable = self.usable(match.node, present)
         if usable < present:
+            # Behind a leaf the prompt goes on, and does not branch off.
+            branch = present if match.node.children else 0
             match = self.tree.match(ids, namespace, max_tokens=usable)
-            match.present_tokens = present
+            match.branch_tokens = branch
         if self.windows is not None:
             self.windows.retain(self.windows.tail(self.tree.pages(match.node)))
         if self.states is not None and match.tokens:
@@ -267,6 +290,8 @@ class KvMemory:
             self.windows.allocate_row(pool_row, pages)
         if self.states is not None:
             self.states.start_row(pool_row)
+            if cached:
+                self.states.hit(int(pages[-1]))
         return pool_row, pages
 
     def advance(self, pool_rows: Int32Array, cached: Int32Array, computed: Int32Array) -> None:
@@ -326,8 +351,6 @@ class KvMemory:
         present = inserted.present_tokens // self.page_size
         self.tree.lock(inserted.node)
         self.tree.unlock(node)
-        if self.states is not None:
-            self.states.join_tree(table[first + present : last])
         if not present:
             return inserted.node, end, NO_PAGES
         own = table[first : first + present].copy()
@@ -336,7 +359,7 @@ class KvMemory:
         if self.windows is not None:
             self.windows.replace(pool_row, first, own, deduplicated)
         if self.states is not None:
-            self.states.replace(own, deduplicated)
+            self.states.replace(own, deduplicated, inserted.node)
         self.free_after(last_step, own)
         return inserted.node, end, deduplicated
 
@@ -496,8 +519,7 @@ class KvMemory:
                 self.windows.replace(release.pool_row, first, own, pages[first:duplicates])
                 self.windows.release_row(release.pool_row, pages)
             if self.states is not None:
-                self.states.join_tree(table[duplicates:end])
-                self.states.replace(own, self.tree.pages(inserted.node)[first:duplicates])
+                self.states.replace(own, self.tree.pages(inserted.node)[first:duplicates], inserted.node)
             self.allocator.free(np.concatenate((own, table[end:held])))
         else:
             if self.windows is not None:

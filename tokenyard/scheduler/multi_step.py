@@ -72,8 +72,9 @@ def _same_again(state: SchedulerState, plan: StepPlan, decodes_until_ns: int | N
     return (
         state.settings.max_in_flight == 1
         and not state.drafting
-        # Pages that leave the sliding window are freed, and recurrent states are saved, after each single step.
-        and state.memory.all_usable
+        # Pages that leave the sliding window are freed after each single step.
+        and state.memory.windows is None
+        and not len(plan.state_saves)
         and plan.decode_rows == len(plan.pool_rows)
         and (decodes_until_ns is None or decodes_until_ns > 0)
         and not (state.cost is not None and state.cost.learns)
@@ -83,7 +84,12 @@ def _same_again(state: SchedulerState, plan: StepPlan, decodes_until_ns: int | N
 def _further(state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int) -> int:
     """How many steps after the first stay within `max_steps` and the rows' limits."""
     # A row computes its last token at position limit - 1.
-    return max(min(max_steps, int((state.table.limit[rows] - plan.starts).min())) - 1, 0)
+    further = max(min(max_steps, int((state.table.limit[rows] - plan.starts).min())) - 1, 0)
+    states = state.memory.states
+    if states is not None and state.memory.tree.enabled:
+        # The step that computes the last token of an interval saves its state, and is a plan of its own.
+        further = min(further, states.interval - 1 - int(((plan.starts + 1) % states.interval).max()))
+    return further
 
 
 def _surely_fit(memory: KvMemory, plan: StepPlan, further: int) -> bool:

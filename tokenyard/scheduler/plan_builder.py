@@ -6,6 +6,7 @@ import numpy as np
 
 from tokenyard.base import DRAFT, LAST_SAMPLED, Int32Array, RowStart, StepPlan
 from tokenyard.base.step_plan import NO_STATE_COPIES, NO_STATE_SAVES
+from tokenyard.cache.state_checkpoints import ANSWER
 from tokenyard.scheduler.memory import NO_PAGES, KvMemory
 from tokenyard.scheduler.request_table import RequestTable
 
@@ -18,6 +19,20 @@ class Chunk:
     start: int
     count: int
     sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StateSave:
+    """The recurrent states of a pool row after its tokens before `position`, of which `page` is the last.
+
+    kind, saved: see `StateCheckpoints.save`.
+    """
+
+    pool_row: int
+    position: int
+    page: int
+    kind: int
+    saved: int
 
 
 class PlanBuilder:
@@ -38,7 +53,7 @@ class PlanBuilder:
         self._page_columns: list[Int32Array] = []
         self._page_ids: list[Int32Array] = []
         self._state_copies: list[tuple[int, int]] = []
-        self._state_saves: list[tuple[int, int, int]] = []
+        self._state_saves: list[StateSave] = []
 
     @property
     def empty(self) -> bool:
@@ -68,9 +83,9 @@ class PlanBuilder:
         """Copy the recurrent states in one slot to another before the step."""
         self._state_copies.append((source, target))
 
-    def save_state(self, pool_row: int, position: int, slot: int) -> None:
-        """Copy a row's recurrent states after its tokens before `position`, which the step computes, to `slot`."""
-        self._state_saves.append((pool_row, position, slot))
+    def save_state(self, save: StateSave) -> None:
+        """Keep a checkpoint of states that the step computes, if a slot can be had once all rows have their pages."""
+        self._state_saves.append(save)
 
     def rows(self) -> Int32Array:
         """Table rows of the step, in the plan's order: decoding ones, verifying ones, then chunks."""
@@ -113,8 +128,23 @@ class PlanBuilder:
             adapter_loads=self.adapter_loads,
             window_ids=self._memory.window_ids(page_ids),
             state_copies=np.array(self._state_copies, np.int32) if self._state_copies else NO_STATE_COPIES,
-            state_saves=np.array(self._state_saves, np.int32) if self._state_saves else NO_STATE_SAVES,
+            state_saves=self._saves(),
         )
+
+    def _saves(self) -> Int32Array:
+        """Take a slot for each state to be saved that is worth one: int32[n, 3], see StepPlan."""
+        states, found = self._memory.states, []
+        for save in self._state_saves:
+            assert states is not None
+            if save.kind == ANSWER:
+                states.track(save.pool_row, save.page, save.position, save.saved)
+            else:
+                states.save(save.page, save.position, save.kind, save.saved)
+        # A later one may have taken the slot of an earlier one.
+        for save in self._state_saves:
+            if states is not None and states.of[save.page]:
+                found.append((save.pool_row, save.position, states.slot(save.page)))
+        return np.array(found, np.int32) if found else NO_STATE_SAVES
 
     def _chunk_tokens(self, chunk: Chunk) -> Int32Array:
         pool_row = self._table.pool_row[chunk.row]

@@ -3,10 +3,11 @@
 import numpy as np
 
 from tokenyard.base import BoolArray, CostModel, Int32Array, StepWork
+from tokenyard.cache.state_checkpoints import ANSWER
 from tokenyard.policy import Views
 from tokenyard.policy.speculation import drafts_to_verify
 from tokenyard.scheduler.memory import NO_PAGES
-from tokenyard.scheduler.plan_builder import PlanBuilder
+from tokenyard.scheduler.plan_builder import PlanBuilder, StateSave
 from tokenyard.scheduler.prefill_adder import PrefillAdder
 from tokenyard.scheduler.scheduler_state import SchedulerState
 
@@ -149,14 +150,15 @@ class Planner:
 
     def _track_states(self, builder: PlanBuilder, rows: Int32Array, ends: Int32Array) -> None:
         """Save the recurrent states of `rows`, which decode up to `ends` (int32[n]), at every interval of tokens."""
-        memory, states = self._state.memory, self._state.memory.states
+        memory, states, table = self._state.memory, self._state.memory.states, self._state.table
         assert states is not None
         due = ends % states.interval == 0
         for row, end in zip(rows[due].tolist(), ends[due].tolist(), strict=True):
-            pool_row = int(self._state.table.pool_row[row])
+            pool_row = int(table.pool_row[row])
             page = int(memory.pool.page_table[pool_row, end // memory.page_size - 1])
-            if states.track(pool_row, page):
-                builder.save_state(pool_row, end, states.slot(page))
+            # Without it the next turn would begin at the end of the prompt.
+            saved = end - int(table.target[row])
+            builder.save_state(StateSave(pool_row, end, page, ANSWER, saved))
 
     def should_wait_to_verify(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
         """Whether rows that are ready to verify should wait for the others, whose last step is in flight.

@@ -17,7 +17,7 @@ from tokenyard.cache.windows import WindowPages
 from tokenyard.policy import Views
 from tokenyard.policy.step_budget import StepBudget
 from tokenyard.scheduler.memory import UNLIMITED
-from tokenyard.scheduler.plan_builder import Chunk, PlanBuilder
+from tokenyard.scheduler.plan_builder import Chunk, PlanBuilder, StateSave
 from tokenyard.scheduler.row_state import RowState
 from tokenyard.scheduler.scheduler_state import SchedulerState
 
@@ -126,7 +126,7 @@ class PrefillAdder:
         if self._state.holders is not None:
             # Already here, as headroom counts what the row would share.
             self._state.holders.hold(row, match.node)
-        self._table.request_state(row).branch_tokens = match.present_tokens
+        self._table.request_state(row).branch_tokens = match.branch_tokens
         take = self._load if self._table.loadable_tokens[row] > match.tokens else self._allocate_row
         if self._fits(row, match.tokens) and take(row, match.node, match.tokens):
             return True
@@ -318,21 +318,20 @@ class PrefillAdder:
         return True
 
     def _save_states(self, row: int, start: int, end: int) -> None:
-        """Save checkpoints of the recurrent states of a prompt whose tokens from `start` to `end` are computed.
+        """Save checkpoints of the recurrent states of a prompt whose tokens from `start` to `end` are computed, where
+        the retention wants them.
 
-        One is at the last page boundary before the prompt's last token, so that the same prompt hits again; one where
-        the prompt branches off from what the tree has, because others may continue there too.
+        The last one is at the last page boundary before the prompt's last token, so that the same prompt hits again.
         """
         states, size = self._memory.states, self._memory.page_size
         assert states is not None
         last = (int(self._table.target[row]) - 1) // size * size
-        pool_row = int(self._table.pool_row[row])
-        for position in sorted({self._table.request_state(row).branch_tokens, last}):
-            if not start < position <= end:
-                continue
+        pool_row, before = int(self._table.pool_row[row]), int(self._table.hit[row])
+        branch = self._table.request_state(row).branch_tokens
+        for position, kind in states.retention.positions(start, end, branch, last, states.roomy):
             page = int(self._memory.pool.page_table[pool_row, position // size - 1])
-            if states.save(page):
-                self._builder.save_state(pool_row, position, states.slot(page))
+            self._builder.save_state(StateSave(pool_row, position, page, kind, position - before))
+            before = position
 
     def _row_start(self, row: int, pool_row: int) -> RowStart:
         table = self._table

@@ -335,6 +335,8 @@ class Scheduler:
         self.state.expire(now)
         if self.state.sessions is not None and self.state.memory.evicts_by_time:
             self.state.sessions.begin_step(self.state.cost, now)
+        if self.state.memory.states is not None:
+            self.state.memory.states.now = now
         if self.state.stores is not None:
             self._offer_stores(self.state.stores)
         if self._paused or len(self._in_flight) >= self.state.settings.max_in_flight:

@@ -27,6 +27,7 @@ from tokenyard.base import (
 from tokenyard.cost import LinearCost, OnlineCost, get_profile, unknown_cpu
 from tokenyard.policy import Policy, Views, create_policy
 from tokenyard.policy.slo_targets import slo_targets
+from tokenyard.policy.state_retention import create_state_retention
 from tokenyard.policy.tenant_limits import create_tenant_limits
 from tokenyard.scheduler.kv_store_queue import KvStoreQueue
 from tokenyard.scheduler.lora_slots import AdapterSlots
@@ -129,6 +130,7 @@ class SchedulerState:
         self._loads: dict[bytes, list[int]] = {}
         self.waiting_index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
+        self._retention = None if info.states is None else create_state_retention(settings)
         self.reset_memory()
         self.set_policy(settings, 0)
 
@@ -610,7 +612,9 @@ class SchedulerState:
     def reset_memory(self) -> None:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
         info = self.info
-        self.memory = KvMemory(self.settings, info.num_pages, info.max_pool_rows, info.windows, info.states)
+        self.memory = KvMemory(
+            self.settings, info.num_pages, info.max_pool_rows, info.windows, info.states, self._retention
+        )
         has_store = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
         self.stores: KvStoreQueue | None = KvStoreQueue(self.settings, self.memory) if has_store else None
         if self.settings.enable_kv_events:

@@ -108,6 +108,7 @@ def data_sheet_profile(device: str, model: str, hardware: Hardware) -> Profile:
         measured=known,
         request_ms=0.0 if version else roofline.efficiency.request_ms,
         request_us_per_token=0.0 if version else roofline.efficiency.request_us_per_token,
+        state_slot_bytes=shape.state_slot_bytes(hardware.tp) * hardware.tp,
     )
 
 

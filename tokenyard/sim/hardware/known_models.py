@@ -37,6 +37,17 @@ def _latent(query: int, nope: int, value: int) -> dict[str, int]:
     }
 
 
+def _delta_net(value_heads: int) -> dict[str, Any]:
+    return {
+        "full_attention_interval": 4,
+        "linear_num_value_heads": value_heads,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "attn_output_gate": True,
+    }
+
+
 _ALTERNATING = {
     "sliding_window": 128,
     "sliding_window_pattern": 2,
@@ -48,15 +59,11 @@ _KIMI_K2 = _llama(7168, 61, 64, 64, 18432, 163840, 262144, first_k_dense_replace
 _KIMI_K2 |= _latent(1536, 128, 128) | {"quantization_config": {"quant_method": "awq", "ignore": "attn shared_experts"}}
 _GLM_5 = _llama(6144, 78, 64, 64, 12288, 154880, 202752, first_k_dense_replace=3) | _experts(256, 8, 2048)
 _GLM_5 |= _latent(2048, 192, 256) | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32}
-_QWEN35_397B = _llama(4096, 60, 32, 2, 1024, 248320, 262144, head_dim=256, full_attention_interval=4)
-_QWEN35_397B |= _experts(512, 10, 1024) | {
-    "shared_expert_intermediate_size": 1024,
-    "linear_num_value_heads": 64,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "attn_output_gate": True,
-}
+
+_QWEN35_397B = _llama(4096, 60, 32, 2, 1024, 248320, 262144, head_dim=256)
+_QWEN35_397B |= _experts(512, 10, 1024) | _delta_net(64) | {"shared_expert_intermediate_size": 1024}
+_QWEN35_27B = _llama(5120, 64, 24, 4, 17408, 248320, 262144, head_dim=256) | _delta_net(48)
+_QWEN35_08B = _llama(1024, 24, 8, 2, 3584, 248320, 262144, head_dim=256, tie_word_embeddings=True) | _delta_net(16)
 
 KNOWN: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072),
@@ -70,6 +77,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, 40960, head_dim=128) | _experts(128, 8, 768),
     "qwen3-235b-a22b": _llama(4096, 94, 64, 4, 12288, 151936, 40960, head_dim=128) | _experts(128, 8, 1536),
     "qwen3.5-397b-a17b": _QWEN35_397B,
+    "qwen3.5-27b": _QWEN35_27B,
+    "qwen3.5-0.8b": _QWEN35_08B,
     "mixtral-8x7b": _llama(4096, 32, 32, 8, 14336, 32000, 32768) | _experts(8, 2, 14336),
     "mixtral-8x22b": _llama(6144, 56, 48, 8, 16384, 32768, 65536) | _experts(8, 2, 16384),
     "gpt-oss-120b": _llama(2880, 36, 64, 8, 2880, 201088, 131072, head_dim=64) | _experts(128, 4, 2880) | _ALTERNATING,

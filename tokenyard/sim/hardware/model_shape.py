@@ -35,7 +35,8 @@ class Attention:
     prefill_dim: sum of both as prefill computes them.
     kv_values: numbers that a token adds to the cache, all heads.
     window: tokens that are read at most; 0 for all.
-    state_values: numbers of a recurrent state, all heads.
+    state_values: numbers of a recurrent state in float32, all heads.
+    conv_values: numbers of its convolution's last inputs, in the type of the KV.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Attention:
     kv_values: int
     window: int = 0
     state_values: int = 0
+    conv_values: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +147,15 @@ class ModelShape:
         for attention, _, count in self.layers:
             if attention.kind == "window":
                 total += count * attention.window * attention.kv_values * self.kv_bits / 8 / kv_share(attention, tp)
-            elif attention.kind == "state":
-                total += count * attention.state_values * 4.0 / min(tp, attention.heads)
-        return total * rows
+        return total * rows + rows * self.state_slot_bytes(tp)
+
+    def state_slot_bytes(self, tp: int = 1) -> int:
+        """Bytes on one of `tp` devices of one recurrent state over all layers; 0 for a model without."""
+        total = 0.0
+        for attention, _, count in self.layers:
+            each = attention.state_values * 4.0 + attention.conv_values * 2.0
+            total += count * each / min(tp, attention.heads)
+        return round(total)
 
     def with_types(self, precision: str) -> "ModelShape":
         """The model with all its weights in `precision` (fp8, nvfp4, mxfp4, int4, bf16), computed in that type."""
@@ -310,7 +318,9 @@ def _recurrence(config: _Config, hidden: int, heads: int) -> Attention:
     value_dim = config.size("linear_value_head_dim", "mamba_head_dim", "mamba_d_head", default=128)
     params = hidden * (2 * keys * key_dim + 2 * values * value_dim + 2 * values) + values * value_dim * hidden
     state = values * key_dim * value_dim
-    return Attention("state", params, values, values, key_dim, value_dim, key_dim + value_dim, 0, 0, state)
+    kernel = config.size("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", default=4)
+    conv = max(kernel - 1, 0) * (2 * keys * key_dim + values * value_dim)
+    return Attention("state", params, values, values, key_dim, value_dim, key_dim + value_dim, 0, 0, state, conv)
 
 
 def _feed_forward(config: _Config, layer: int, hidden: int) -> FeedForward:
