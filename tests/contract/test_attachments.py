@@ -39,6 +39,7 @@ from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadCl
 from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader, NoAdapters
 from tokenyard.engine.scheduler_process.attachments.priority import PriorityUpdates
 from tokenyard.engine.scheduler_process.attachments.tenant_usage import TenantUsageExchange
+from tokenyard.engine.scheduler_process.attachments.weights import WeightUpdater
 from tokenyard.engine.scheduler_process.driver import Driver
 from tokenyard.engine.scheduler_process.event_loop import event_loop_normal
 from tokenyard.engine.scheduler_process.health.liveness import LoopState
@@ -467,6 +468,7 @@ def make_kv_store(parts):
 
 MAKERS = {
     "adapters off": lambda parts: NoAdapters(),
+    "weights": lambda parts: WeightUpdater(parts.executor, parts.core, parts.deliver),
     "lora": lambda parts: LoraLoader(parts.executor, parts.core, parts.deliver, None),
     "disagg": make_disagg,
     "kv_store": make_kv_store,

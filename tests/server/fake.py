@@ -197,6 +197,8 @@ class FakeControl:
     """Remembers in `calls` what it was asked to do: (verb, arguments), and named ones in a dict."""
 
     ranks = 1
+    paused = False
+    weight_version = ""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -387,12 +387,12 @@ def test_a_tape_of_version_1_replays():
     assert report.records == replay(yard.tape()).records
 
 
-def test_sessions_and_weights_stand_on_the_tape_and_change_no_plan():
+def test_sessions_stand_on_the_tape_and_change_no_plan():
     plain, with_facts = recording(), recording()
     for yard, facts in ((plain, {}), (with_facts, {"session": "s-1", "turn": 3, "age_ns": 250_000_000, "tenant": "t"})):
         number = yard.submit([5, 6, 7, 8], **facts)
         if facts:
-            for event in (TurnEnded("s-1", "tool", 10**9, "t"), SessionEnded("s-1", "t"), WeightsUpdated("v2")):
+            for event in (TurnEnded("s-1", "tool", 10**9, "t"), SessionEnded("s-1", "t")):
                 yard.apply(event)
         yard.run()
         assert number in yard.finished
@@ -408,8 +408,20 @@ def test_sessions_and_weights_stand_on_the_tape_and_change_no_plan():
     assert named == [(request.session, request.tenant)] * 2
     assert request.session != "s-1"
     assert request.tenant != "t"
-    assert next(body for body in bodies if type(body) is WeightsUpdated).version == "v2"
     assert replay(with_facts.tape()).difference is None
+
+
+def test_weights_stand_on_the_tape_by_another_name_and_replay():
+    yard = recording()
+    first = yard.submit([5, 6, 7, 8], max_new=6)
+    for _ in range(3):
+        yard.advance()
+    yard.apply(WeightsUpdated("secret#v2"))
+    second = yard.submit([5, 6, 7, 8])
+    yard.run()
+    assert {first, second} <= yard.finished.keys()
+    assert b"secret" not in yard.file.getvalue()
+    assert replay(yard.tape()).difference is None
 
 
 def as_version_7(data):

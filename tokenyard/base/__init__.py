@@ -54,6 +54,7 @@ from tokenyard.base.protocols import (
     PrefixListener,
     StateGroup,
     UsableListener,
+    WeightSource,
     WindowGroup,
 )
 from tokenyard.base.request import (
@@ -169,6 +170,7 @@ __all__ = [
     "UnloadAdapter",
     "Update",
     "UsableListener",
+    "WeightSource",
     "WeightsUpdated",
     "WindowGroup",
     "step_work",

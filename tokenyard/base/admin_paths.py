@@ -16,6 +16,9 @@ ADMIN_PATHS = frozenset(
         "/unload_lora_adapter",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
+        "/update_weights_from_disk",
+        "/pause",
+        "/resume",
         "/v1/scheduler",
         "/v1/live",
     }

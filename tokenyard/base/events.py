@@ -200,9 +200,14 @@ class SessionEnded:
 
 @dataclass(slots=True)
 class WeightsUpdated:
-    """The executor uses weights of this version from now on; "" for those that it started with."""
+    """The executor uses other weights from now on. No plan is in flight.
+
+    version: version and digest of the weights (`base.request.weights_key`); "" for those that it started with.
+    flush: whether KV of earlier weights is evicted. It is never hit by requests of other weights in any case.
+    """
 
     version: str
+    flush: bool = True
 
 
 Event = (
@@ -307,6 +312,9 @@ class Finish:
     vector: the prompt's vector as raw float32, if the request has `pooling`.
     draft_tokens: drafts that were verified for it (speculative decoding).
     accepted_draft_tokens: those of them that were right.
+    weight_version: that of the weights that the engine used at its end, "" for those that it started with.
+    weight_runs: (version, tokens) of each run of the answer that was computed by the same weights, in order; empty if
+        the weights never changed while it was answered.
     """
 
     number: int
@@ -327,6 +335,8 @@ class Finish:
     vector: bytes = b""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    weight_version: str = ""
+    weight_runs: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:

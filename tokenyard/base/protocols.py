@@ -110,6 +110,18 @@ class KvPieces:
     device: str
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where new weights are.
+
+    folder: a checkpoint; "" for the one in use.
+    files: safetensors files with tensors that replace those of the checkpoint and of earlier updates, the latest last.
+    """
+
+    folder: str = ""
+    files: tuple[str, ...] = ()
+
+
 class Executor(Protocol):
     """Runs plans. Plans are launched in order and collected in the same order; several may be in flight."""
 
@@ -138,6 +150,19 @@ class Executor(Protocol):
 
     def unload_adapter(self, adapter: str) -> None:
         """Free the memory of an adapter that no row uses any more; unknown adapters are ignored."""
+
+    def prepare_weights(self, source: WeightSource) -> str:
+        """Read other weights of the same model into memory, next to those in use; returns their digest.
+
+        May take minutes; called from another thread, while steps run. Raises ConfigError, in one line, for weights that
+        do not fit the model, are damaged or find no room; those in use are then unchanged.
+        """
+
+    def swap_weights(self) -> None:
+        """Use the weights that were prepared last from the next launch on. No step is in flight."""
+
+    def drop_weights(self) -> None:
+        """Free weights that were prepared and are not wanted; nothing happens if there are none."""
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """The addresses of the KV of pages (int32[n]), for transfer and stores. Steps in flight may still write it."""

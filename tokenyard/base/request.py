@@ -127,6 +127,28 @@ def adapter_of(namespace: str) -> str:
     return namespace.partition("\x00")[0]
 
 
+def salt_of(namespace: str) -> str:
+    """The salt (`Request.cache_salt`) in a namespace of the prefix cache, "" for none."""
+    parts = namespace.split("\x00")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def weights_of(namespace: str) -> str:
+    """The weights (`Request.weights`) in a namespace of the prefix cache, "" for those that the engine started with."""
+    parts = namespace.split("\x00")
+    return parts[2] if len(parts) > 2 else ""
+
+
+def weights_key(version: str, digest: str) -> str:
+    """What KV of weights is named by (`Request.weights`): the version that clients see, and a digest of the weights."""
+    return f"{version}#{digest}"
+
+
+def weight_version(key: str) -> str:
+    """The version in a `weights_key`, "" for that of the weights that the engine started with."""
+    return key.rpartition("#")[0]
+
+
 def adapter_name(adapter: str) -> str:
     """The name of an adapter, without the digest of its files."""
     return adapter.partition("#")[0]
@@ -171,6 +193,8 @@ class Request:
     session: the conversation that the request is a turn of, "" for none. A session belongs to its tenant.
     turn: its index in the session, from 0.
     age_ns: the time it spent at a router; `arrival_ns`, when it arrived there, is earlier than here by that.
+    weights: the weights that its KV is computed by, as version and digest (`weights_key`), "" for those that the engine
+        started with. They divide the prefix cache as `cache_salt` does. The engine sets it.
     """
 
     number: int
@@ -199,6 +223,7 @@ class Request:
     session: str = ""
     turn: int = 0
     age_ns: int = 0
+    weights: str = ""
 
     @property
     def known_ids(self) -> Int32Array:
@@ -208,4 +233,6 @@ class Request:
     @property
     def namespace(self) -> str:
         """The namespace of the prefix cache. Requests in different namespaces never share KV."""
+        if self.weights:
+            return f"{self.lora}\x00{self.cache_salt}\x00{self.weights}"
         return f"{self.lora}\x00{self.cache_salt}" if self.lora or self.cache_salt else ""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import Int32Array
-from tokenyard.base.request import adapter_name, adapter_of
+from tokenyard.base.request import adapter_name, adapter_of, salt_of
 from tokenyard.cache.tree_node import TOKEN_BYTES, TOKEN_DTYPE, TreeNode
 
 HASH_BYTES = 8
@@ -62,7 +62,7 @@ def kv_record(event: KvEvent) -> KvRecord:
     """The wire form of an event."""
     match event:
         case BlocksStored():
-            adapter, salt = adapter_name(adapter_of(event.namespace)), event.namespace.partition("\x00")[2]
+            adapter, salt = adapter_name(adapter_of(event.namespace)), salt_of(event.namespace)
             stored = {
                 "type": "BlockStored",
                 "block_hashes": event.hashes,
@@ -130,6 +130,10 @@ class KvEventLog:
     def cleared(self) -> None:
         """Report an empty tree; events before it are dropped."""
         self._events = [BlocksCleared()]
+
+    def restart(self, events: list[KvEvent]) -> None:
+        """Report these events, which begin with an empty tree, instead of those since the last `drain`."""
+        self._events = events
 
     def snapshot(self, nodes: Iterable[Any]) -> list[KvEvent]:
         """Events that build all `nodes` of the tree, parents first, from an empty cache."""

@@ -99,6 +99,9 @@ class NoCache:
         """No pages."""
         return NO_PAGES.copy()
 
+    def use_weights(self, weights: str) -> None:
+        """Nothing is cached."""
+
     def snapshot_events(self) -> list[KvEvent]:
         """Nothing is cached."""
         return []

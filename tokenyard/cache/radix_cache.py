@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.base import Int32Array, PrefixListener
+from tokenyard.base.request import weights_of
 from tokenyard.cache.eviction import EvictionPolicy, EvictionQueue, Retention, ReuseQueue, get_eviction_policy
 from tokenyard.cache.kv_events import KvEvent, KvEventLog
 from tokenyard.cache.tree_node import NO_PAGES, TOKEN_BYTES, TOKEN_DTYPE, TreeNode
@@ -81,6 +82,7 @@ class RadixCache:
         policy = get_eviction_policy(eviction_policy)
         self._queue = ReuseQueue() if eviction_policy == "reuse" else EvictionQueue(rank or policy)
         self._roots: dict[str, TreeNode] = {}
+        self._weights = ""
         self._sweep_at = _MIN_ROOTS_TO_SWEEP
         self._tick = 0
         self._events = KvEventLog(page_size) if enable_kv_events else None
@@ -282,8 +284,21 @@ class RadixCache:
         return [] if self._events is None else self._events.drain()
 
     def snapshot_events(self) -> list[KvEvent]:
-        """Events that build the current tree from an empty cache; an empty list unless KV events are enabled."""
-        return [] if self._events is None else self._events.snapshot(self.nodes())
+        """Events that build what the weights in use can hit, from an empty cache; an empty list unless KV events are
+        enabled.
+        """
+        if self._events is None:
+            return []
+        roots = [root for root in self._roots.values() if weights_of(root.namespace) == self._weights]
+        return self._events.snapshot(self.nodes(*roots) if roots else ())
+
+    def use_weights(self, weights: str) -> None:
+        """Other weights (`Request.weights`) are in use: subscribers to KV events drop what they know, and get what
+        these can hit.
+        """
+        self._weights = weights
+        if self._events is not None:
+            self._events.restart(self.snapshot_events())
 
     def check(self) -> None:
         """Raise AssertionError if the tree contradicts itself. Walks the whole tree; for tests."""

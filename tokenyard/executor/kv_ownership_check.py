@@ -39,11 +39,11 @@ def history_marks(tokens: Int32Array, first_position: int = 0, before: int = 0, 
 class _Row:
     """Tokens and marks of one pool row, in arrays that grow by doubling."""
 
-    def __init__(self, start: RowStart) -> None:
+    def __init__(self, start: RowStart, weights: str) -> None:
         self.prompt_tokens = start.prompt_tokens
         self.length = len(start.known_ids)
         self.tokens: Int32Array = np.array(start.known_ids, dtype=np.int32)
-        self.marks = history_marks(self.tokens, adapter=start.lora)
+        self.marks = history_marks(self.tokens, adapter=start.lora + weights)
 
     def append(self, token: int) -> None:
         if self.length == len(self.tokens):
@@ -136,10 +136,13 @@ class KvCheck:
         self._states = _States(info, info.states.num_slots) if info.states is not None else None
         self._rows: dict[int, _Row] = {}
 
-    def apply(self, plan: StepPlan) -> None:
-        """Take over new rows and pages, write the step's tokens and verify every row. Raises KvMismatchError."""
+    def apply(self, plan: StepPlan, weights: str = "") -> None:
+        """Take over new rows and pages, write the step's tokens and verify every row. Raises KvMismatchError.
+
+        weights: a name of those in use. Rows that start never continue from KV of others.
+        """
         for start in plan.row_starts:
-            self._rows[start.pool_row] = _Row(start)
+            self._rows[start.pool_row] = _Row(start, weights)
         for group, ids in zip(self._groups, (plan.page_ids, plan.window_ids), strict=False):
             group.write_pages(plan, ids)
         offset = 0

@@ -204,6 +204,13 @@ class LoraManager:
         self._holders = [""] * count
         self._slot_of_row = np.zeros(max_pool_rows, dtype=np.int64)
 
+    def take_over(self, other: "LoraManager") -> None:
+        """Serve the adapters and rows of `other`, whose model this one's replaces."""
+        self._host, self._slot_of_row = other._host, other._slot_of_row
+        for slot, adapter in enumerate(other._holders):
+            if adapter in self._host:
+                self._fill(slot, adapter)
+
     def load(self, adapter: str, folder: Path) -> None:
         """Read an adapter into memory. Raises ConfigError for one that cannot be served."""
         self._host[adapter] = read_adapter(folder, self._config, self._rank)

@@ -5,8 +5,10 @@ Useful to try schedules, servers and clients on any machine, and held to the sam
 
 import json
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from tokenyard.base import (
     StepResult,
     StepWork,
     TokenyardError,
+    WeightSource,
     step_work,
 )
 from tokenyard.cost import find_profile
@@ -36,6 +39,7 @@ from tokenyard.executor.kv_ownership_check import AdapterCheck, KvCheck, UInt64A
 NEVER_EOS = int(np.iinfo(np.int64).max)
 DEFAULT_POOL_TOKENS = 65536
 VECTOR_SIZE = 16
+DIGEST_BYTES = 16
 
 
 class FixedStepCost:
@@ -81,6 +85,8 @@ class MockExecutor:
 
     With `drafts` it drafts that many tokens for each row that sampled; the share `draft_right` of them, picked
     by a hash, is what the row samples, any other is wrong. It reports that share as their chance.
+
+    weights: a name of those in use, on which tokens depend; "" for those that it started with.
     """
 
     def __init__(
@@ -109,6 +115,7 @@ class MockExecutor:
         self._free_at_ns = 0
         self._drafts = drafts
         self._draft_right = draft_right
+        self.weights = self._prepared = ""
 
     def launch(self, plan: StepPlan) -> MockTicket:
         """Start a step. Raises KvMismatchError if the plan reads KV that is not its rows' own."""
@@ -118,7 +125,7 @@ class MockExecutor:
         if plan.verify_rows:
             plan = replace(plan, tokens=self._with_drafts(plan))
         if self._kv is not None:
-            self._kv.apply(plan)
+            self._kv.apply(plan, self.weights)
         seconds = self._cost.step(step_work(plan))
         self._free_at_ns = max(self._free_at_ns, time.monotonic_ns()) + round(seconds * NS_PER_S)
         ticket = MockTicket(plan, seconds, self._free_at_ns, vectors=self._vectors(plan) if self._pooled else {})
@@ -165,6 +172,22 @@ class MockExecutor:
         """Accept any adapter: rows with an adapter get other tokens than rows without."""
 
     def unload_adapter(self, adapter: str) -> None:
+        """Do nothing: there is nothing to free."""
+
+    def prepare_weights(self, source: WeightSource) -> str:
+        """Accept any path that exists as other weights, whose rows get other tokens; see Executor."""
+        for path in (source.folder, *source.files):
+            if path and not Path(path).exists():
+                raise ConfigError(f"there is no model folder {path!r}")
+        names = "\0".join((source.folder or self.weights, *source.files))
+        self._prepared = blake2b(names.encode(), digest_size=DIGEST_BYTES).hexdigest()
+        return self._prepared
+
+    def swap_weights(self) -> None:
+        """Make up other tokens from now on."""
+        self.weights = self._prepared
+
+    def drop_weights(self) -> None:
         """Do nothing: there is nothing to free."""
 
     def pieces(self, pages: Int32Array) -> KvPieces:
@@ -229,7 +252,8 @@ class MockExecutor:
     def _tokens(self, pool_rows: Int32Array, positions: Int32Array) -> Int32Array:
         """Return int32[n], the token of each row at each position; eos only where the row's answer ends."""
         eos = self.info.eos_token_ids
-        draws = mix(self._keys[pool_rows] + positions.astype(np.uint64)) % np.uint64(self.info.vocab_size)
+        weights = np.uint64(zlib.crc32(self.weights.encode()))
+        draws = mix(self._keys[pool_rows] + positions.astype(np.uint64) + weights) % np.uint64(self.info.vocab_size)
         tokens = draws.astype(np.int32)
         # Step over eos ids instead of drawing again: they are few and the walk ends.
         for _ in eos:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ from tokenyard.executor.native.lora import NativeLoraPool
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.runner import ModelExecutor
 from tokenyard.executor.state_pool import StatePool, state_bytes
-from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, Weights, read_json
+from tokenyard.executor.weight_updates import Checkpoint, LoadedModel, WeightUpdates
+from tokenyard.executor.weights import DummyWeights, SafetensorsFile, SafetensorsWeights, Weights, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +203,50 @@ def load_executor(
         draft_pool = _make_pool(drafts_from, info, target, kind)
         return ModelDrafter(given.draft_tokens, make_model(*draft_layers, draft_pool, pages), draft_pool, pages, choose)
 
+    def load_again(checkpoint: Checkpoint) -> LoadedModel:
+        """Load other weights of the model, over the same KV pool."""
+        _check_same_model(whole, read_folder_config(checkpoint.folder), checkpoint.folder)
+        if target.type == "cpu":
+            _check_room(checkpoint.folder, kind, choice, given)
+        # Steps run meanwhile, and the threads of the native kernels take one job at a time.
+        own = choice if choice.engine is None else replace(choice, engine=choice.engine.another())
+        layers = _load_layers(own, whole, checkpoint.folder, given, target, kind, length, None, checkpoint.updates)
+        adapters = _make_adapters(layers, config, given, target, kind)
+        model = make_model(own, layers, pool, pages)
+        if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
+            model = _recorded(model, config, own, given, target, divided=False, adapters=adapters is not None)
+        return LoadedModel(model, adapters)
+
     sampling_backend = make_sampling_backend(choice, config)
-    return make(
+    executor = make(
         *(model, pool, pages, info, target, drafter if given.draft_tokens else None, sampling_backend, adapters),
         _make_states(config, info, target, kind),
     )
+    if part is None:
+        executor.weight_updates = WeightUpdates(folder, load_again)
+    return executor
+
+
+def _check_same_model(now: ModelConfig, then: ModelConfig, folder: Path) -> None:
+    """Raise ConfigError if a checkpoint is of another model than the one that runs."""
+    for field in fields(now):
+        ours, theirs = getattr(now, field.name), getattr(then, field.name)
+        # Trainers often save no generation_config.json, which has further tokens that end an answer.
+        if ours != theirs and field.name not in ("eos_token_ids", "dtype"):
+            raise ConfigError(f"{folder} is another model: its config.json means {field.name} {theirs}, not {ours}")
+
+
+def _check_room(folder: Path, dtype: torch.dtype, choice: BackendChoice, given: LoadOptions) -> None:
+    """Raise ConfigError if a checkpoint does not fit next to the weights in use."""
+    quantization = given.quantization if choice.native_model else "none"
+    size, free = (
+        weight_bytes(folder, dtype.itemsize, native=choice.native_model, quantization=quantization),
+        free_memory(),
+    )
+    if size > free:
+        raise ConfigError(
+            f"the new weights take {size / 1e9:.2f} GB next to those in use, and {free / 1e9:.2f} GB are free"
+        )
 
 
 def refuse_with_states(given: LoadOptions, part: ModelPartition | None) -> None:
@@ -448,12 +488,14 @@ def _load_layers(
     dtype: torch.dtype,
     context_length: int,
     part: ModelPartition | None,
+    updates: tuple[SafetensorsFile, ...] | None = None,
 ) -> Decoder | NativeDecoder:
+    """Load the weights in `folder`. updates: given for weights that replace those in use; see SafetensorsWeights."""
     if given.load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError(f"load_format {given.load_format!r} is unknown; use auto, safetensors or dummy")
     try:
         unpacked = UnpackedMatrices()
-        weights, files = _open_weights(config, folder, given, device, dtype, unpacked)
+        weights, files = _open_weights(config, folder, given, device, dtype, unpacked, updates)
         if part is not None:
             weights = part.weights(weights, config)
             config = part.config(config)
@@ -492,17 +534,20 @@ def _open_weights(
     device: torch.device,
     dtype: torch.dtype,
     unpacked: UnpackedMatrices,
+    updates: tuple[SafetensorsFile, ...] | None,
 ) -> tuple[Weights, SafetensorsWeights | None]:
     """The tensors of a model, and the files that they come from if those are safetensors."""
     files: SafetensorsWeights | None = None
     weights: Weights
-    if given.load_format == "dummy":
+    if given.load_format == "dummy" and updates is None:
         weights = DummyWeights(device, dtype, given.seed)
     elif (folder / LINK).exists():
+        if updates:
+            raise ConfigError("tensors of a GGUF model cannot be replaced one by one; update it from disk")
         heads = config.num_heads, config.num_kv_heads
         weights = cut_out(config, GgufWeights(folder / LINK, device, dtype, *heads, unpacked))
     else:
-        files = SafetensorsWeights(folder, device, dtype)
+        files = SafetensorsWeights(folder, device, dtype, updates or (), finite=updates is not None)
         weights = checkpoint_weights(config, files, unpacked)
     bits = BITS_ON_LOAD.get(given.quantization)
     return (weights if bits is None else QuantizedOnLoad(weights, bits)), files

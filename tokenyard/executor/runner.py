@@ -7,7 +7,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tokenyard.base import DRAFT, ConfigError, ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
+from tokenyard.base import (
+    DRAFT,
+    ConfigError,
+    ExecutorInfo,
+    Int32Array,
+    KvPieces,
+    StepPlan,
+    StepResult,
+    TokenyardError,
+    WeightSource,
+)
 from tokenyard.executor.cuda_streams import HostCopies, StepTimer
 from tokenyard.executor.drafter import Choose, Drafter, accepted_runs, drafts_to_verify
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
@@ -28,6 +38,7 @@ from tokenyard.executor.sampling.logprobs import (
 from tokenyard.executor.sampling.sampler import Sampler
 from tokenyard.executor.sampling.top_k_top_p import SamplingBackend, mark_nan, unmark_nan
 from tokenyard.executor.state_pool import StatePool
+from tokenyard.executor.weight_updates import WeightUpdates
 
 
 @dataclass(slots=True)
@@ -86,6 +97,8 @@ class ModelExecutor:
         self.grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
         self._pooled = PooledRows()
         self.sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device, sampling_backend)
+        self.weight_updates: WeightUpdates | None = None
+        """Set by the loader of a model that can change its weights."""
         self.drafter = drafter(self.sampler.guess) if drafter is not None else None
 
     @torch.inference_mode()
@@ -171,6 +184,29 @@ class ModelExecutor:
         if self._adapters is not None:
             self._adapters.drop(adapter)
 
+    def prepare_weights(self, source: WeightSource) -> str:
+        """Read other weights next to those in use; see Executor. Raises ConfigError, also for a divided model."""
+        if self.weight_updates is None:
+            raise ConfigError(
+                "the weights of a model over several ranks (--tp-size, --pp-size, --enable-dp-attention) cannot be"
+                " changed yet; restart the engine with the new checkpoint"
+            )
+        with torch.inference_mode():
+            return self.weight_updates.prepare(source)
+
+    def swap_weights(self) -> None:
+        """Use the weights that were prepared; see Executor."""
+        assert self.weight_updates is not None
+        loaded = self.weight_updates.take()
+        if loaded.adapters is not None and self._adapters is not None:
+            loaded.adapters.take_over(self._adapters)
+        self.model, self._adapters = loaded.model, loaded.adapters
+
+    def drop_weights(self) -> None:
+        """Free weights that were prepared; see Executor."""
+        if self.weight_updates is not None:
+            self.weight_updates.drop()
+
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the KV of pages lies; see Executor. Raises ConfigError for a model with recurrent states."""
         if self._states is not None:
@@ -183,7 +219,8 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        for name in ("kv_pool", "model", "pages", "_future", "sampler", "_adapters", "drafter", "_states"):
+        parts = ("kv_pool", "model", "pages", "_future", "sampler", "_adapters", "drafter", "_states", "weight_updates")
+        for name in parts:
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

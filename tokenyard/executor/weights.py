@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,29 +38,74 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """An open safetensors file. It stays readable when it is removed.
+
+    names: its tensors, without the prefix of the language model in a multimodal model.
+    """
+
+    path: Path
+    handle: Any
+    names: frozenset[str]
+
+
+def open_safetensors(path: Path) -> SafetensorsFile:
+    """Open a file. Raises ConfigError for one that is damaged."""
+    try:
+        handle: Any = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
+    return SafetensorsFile(path, handle, frozenset(map(_plain_name, handle.keys())))
+
+
 class SafetensorsWeights:
     """The `*.safetensors` files of a folder, with or without an index; tensors are read one at a time.
 
-    Raises ConfigError for a folder without such files and for files that are damaged.
+    updates: files with tensors that replace those of the folder.
+    finite: whether a tensor with a number that is NaN or infinite is refused.
+
+    Raises ConfigError for a folder without such files, for files that are damaged, and for updates with other tensors
+    than the folder.
     """
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        updates: Iterable[SafetensorsFile] = (),
+        *,
+        finite: bool = False,
+    ) -> None:
         self._device = device
         self._dtype = dtype
+        self._finite = finite
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
         for path in _shards(folder):
-            try:
-                # One handle per shard for the whole load, because opening a file parses its header.
-                handle: Any = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
-            self._files[path] = handle
-            for stored in handle.keys():  # noqa: SIM118 - no mapping
-                name = _plain_name(stored)
-                self._file_of[name], self._stored[name] = path, stored
+            # One handle per shard for the whole load, because opening a file parses its header.
+            self._add(open_safetensors(path))
+        for file in updates:
+            unknown = sorted(name for name in file.names - self._file_of.keys() if not _may_be_extra(name))
+            if unknown:
+                more = f" and {len(unknown) - 1} more tensors" if len(unknown) > 1 else ""
+                raise ConfigError(f"the model has no tensor {unknown[0]!r}{more}")
+            self._add(file)
         self._unused = set(self._file_of)
+
+    def _add(self, file: SafetensorsFile) -> None:
+        self._files[file.path] = file.handle
+        for stored in file.handle.keys():  # noqa: SIM118 - no mapping
+            name = _plain_name(stored)
+            self._file_of[name], self._stored[name] = file.path, stored
+
+    def stored(self, name: str) -> torch.Tensor:
+        """Return a tensor as the files have it. Raises ConfigError if there is none of this name."""
+        if name not in self._file_of:
+            raise ConfigError(f"the model has no tensor {name!r}")
+        return self._read(name)
 
     def get(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> torch.Tensor:
         """Return the tensor `name`; see Weights. cut: axis, first and end of the part to read; None for all."""
@@ -96,6 +142,8 @@ class SafetensorsWeights:
                 tensor = self._files[path].get_slice(stored)[(*[slice(None)] * axis, slice(first, end))]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+        if self._finite and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            raise ConfigError(f"tensor {name!r} has numbers that are NaN or infinite")
         return tensor
 
     def warn_unused(self, harmless: Iterable[str] = ("lm_head.weight",)) -> None:
@@ -103,6 +151,13 @@ class SafetensorsWeights:
         left = sorted(name for name in self._unused if name not in harmless and not _is_known(name))
         if left:
             logger.warning("%d tensors of the checkpoint are not used, for example %s", len(left), left[0])
+
+
+def _may_be_extra(name: str) -> bool:
+    """Whether a file may have this tensor although the checkpoint has none: the head of a model whose embedding it is
+    is often saved twice.
+    """
+    return name == "lm_head.weight" or _is_known(name)
 
 
 def _plain_name(stored: str) -> str:

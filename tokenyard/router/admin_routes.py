@@ -26,11 +26,25 @@ from tokenyard.ui.files import HEADERS, ROUTER_PAGE, read_file
 
 PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/readiness", "/liveness", "/ping", "/metrics"})
-FAN_OUT = frozenset({"/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})
 FAN_OUT_TIMEOUT_S = 10.0
+WEIGHTS_TIMEOUT_S = 3600.0
+FAN_OUT = {
+    "/flush_cache": FAN_OUT_TIMEOUT_S,
+    "/abort_request": FAN_OUT_TIMEOUT_S,
+    "/pause_generation": FAN_OUT_TIMEOUT_S,
+    "/continue_generation": FAN_OUT_TIMEOUT_S,
+    "/pause": FAN_OUT_TIMEOUT_S,
+    "/resume": FAN_OUT_TIMEOUT_S,
+    "/update_weights_from_disk": WEIGHTS_TIMEOUT_S,
+}
+"""Paths that go to all workers, and how long a worker may take."""
+
+EMPTY_CACHE = ("/flush_cache", "/update_weights_from_disk")
+"""Those of them after which a worker has nothing in its cache that a request can use."""
+
 PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})
-OWN_PATHS = OPEN_PATHS | FAN_OUT | PLAIN | {"/workers", "/usage", "/server_info", "/get_server_info"}
+OWN_PATHS = OPEN_PATHS | FAN_OUT.keys() | PLAIN | {"/workers", "/usage", "/server_info", "/get_server_info"}
 
 Answer = tuple[int, Any]
 
@@ -234,11 +248,11 @@ class Control:
             path, method = request.target.decode("latin-1"), request.method.decode()
             try:
                 status, _ = await ask(
-                    worker, path, FAN_OUT_TIMEOUT_S, method=method, body=request.body, headers=router.worker_headers
+                    worker, path, FAN_OUT[request.path], method=method, body=request.body, headers=router.worker_headers
                 )
             except OSError:
                 return {"worker": worker.name, "status": None}
-            if request.path == "/flush_cache" and status < 300:
+            if request.path in EMPTY_CACHE and status < 300:
                 router.workers.flushed(worker)
             return {"worker": worker.name, "status": status}
 

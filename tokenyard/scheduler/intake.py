@@ -1,5 +1,7 @@
 """Accepts new requests: refuses those that can never run, makes room in a full queue, and queues the others."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from tokenyard.base import AbortCause, Request, Submit
@@ -16,6 +18,8 @@ def accept_request(state: SchedulerState, event: Submit, now: int) -> list[int]:
     Raises ValueError for a number that is in use.
     """
     request, table = event.request, state.table
+    if request.weights != state.weights:
+        request = replace(request, weights=state.weights)
     refusal = _refusal(state, request)
     rows = [table.add(request, request.number + answer, now) for answer in range(request.sampling.n)]
     table.limit[rows] = np.minimum(table.limit[rows], state.longest - 1)

@@ -11,14 +11,14 @@ a recurrent state, a checkpoint of it (`cache.state_checkpoints`). The owner of 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tokenyard.base import Int32Array, SchedulerSettings, StateGroup, UsableListener, WindowGroup
-from tokenyard.base.request import adapter_of
+from tokenyard.base.request import adapter_of, weights_of
 from tokenyard.cache.allocator import PageAllocator
 from tokenyard.cache.no_cache import NoCache
 from tokenyard.cache.radix_cache import MatchResult, RadixCache
@@ -471,7 +471,14 @@ class KvMemory:
 
     def evict_adapter(self, adapter: str) -> None:
         """Evict the KV of prompts with this adapter from the tree, except locked pages."""
-        pages = self.tree.evict_namespaces(lambda namespace: adapter_of(namespace) == adapter)
+        self._evict_namespaces(lambda namespace: adapter_of(namespace) == adapter)
+
+    def evict_other_weights(self, weights: str) -> None:
+        """Evict the KV of all weights (`Request.weights`) but these from the tree, except locked pages."""
+        self._evict_namespaces(lambda namespace: weights_of(namespace) != weights)
+
+    def _evict_namespaces(self, wanted: Callable[[str], bool]) -> None:
+        pages = self.tree.evict_namespaces(wanted)
         self.evicted_tokens += len(pages) * self.page_size
         self.allocator.free(pages)
 

@@ -124,6 +124,9 @@ class RequestState:
     vector: the embedding of its prompt (raw float32), once computed.
     branch_tokens: tokens of its prompt that the tree had when it was admitted, where these are more than it could use
         for lack of a checkpoint of recurrent states: the place where it branches off from others.
+    mixed_weights: its pages have KV of earlier weights too, so they do not enter the tree.
+    kv_outdated: KV that is offered for it from elsewhere is of earlier weights.
+    weight_runs: (version, output tokens) of each change of weights: what it had by then, and by which weights.
     """
 
     request: Request
@@ -136,6 +139,9 @@ class RequestState:
     fresh: bool = False
     vector: bytes = b""
     branch_tokens: int = 0
+    mixed_weights: bool = False
+    kv_outdated: bool = False
+    weight_runs: list[tuple[str, int]] = field(default_factory=list)
 
 
 class RequestTable:

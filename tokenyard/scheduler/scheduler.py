@@ -118,8 +118,7 @@ class Scheduler:
             Flush: lambda event, now: self.flush(now),
             TurnEnded: self.turn_ended,
             SessionEnded: self.session_ended,
-            # Recorded on the tape; no decision depends on it.
-            WeightsUpdated: lambda event, now: None,
+            WeightsUpdated: self.weights_updated,
         }
 
     # ---- events ------------------------------------------------------------------------------------------------
@@ -212,7 +211,7 @@ class Scheduler:
         if row is None:
             return
         self.state.table.gates[row] &= ~Gate.KV
-        if self.state.table.state[row] == RowState.WAITING:
+        if self.state.table.state[row] == RowState.WAITING and not self.state.table.request_state(row).kv_outdated:
             if event.token >= 0 and self._begin_output(row, event.token, now):
                 return
             unit = self.state.memory.page_size
@@ -293,6 +292,19 @@ class Scheduler:
             raise ValueError(f"the adapter {event.adapter!r} is in use")
         self.state.adapters.unload(event.adapter)
         self.state.memory.evict_adapter(event.adapter)
+
+    def weights_updated(self, event: WeightsUpdated, now: int) -> None:
+        """The executor uses other weights from now on. Raises ValueError while a plan is in flight.
+
+        Rows that run go on with the KV that they have, which does not enter the tree any more. Rows that wait, that
+        load KV or that are to be handed over start again under the new weights.
+        """
+        if self._in_flight:
+            raise ValueError("the weights change only between steps")
+        self.state.update_weights(event.version, now)
+        if event.flush:
+            self.state.memory.evict_other_weights(event.version)
+        self.state.memory.tree.use_weights(event.version)
 
     def uses_adapter(self, adapter: str) -> bool:
         """Whether any request that waits or runs uses this adapter."""
@@ -473,6 +485,11 @@ class Scheduler:
         if mismatch is not None and not self.state.memory.holds:
             self.state.reset_memory()
         return mismatch
+
+    @property
+    def weights(self) -> str:
+        """The weights in use (`Request.weights`), "" for those that the executor started with."""
+        return self.state.weights
 
     @property
     def cost(self) -> CostModel | None:

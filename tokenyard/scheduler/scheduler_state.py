@@ -24,6 +24,7 @@ from tokenyard.base import (
     Started,
     StepWork,
 )
+from tokenyard.base.request import weight_version
 from tokenyard.cost import LinearCost, OnlineCost, get_profile, unknown_cpu
 from tokenyard.policy import Policy, Views, create_policy
 from tokenyard.policy.slo_targets import slo_targets
@@ -31,11 +32,11 @@ from tokenyard.policy.state_retention import create_state_retention
 from tokenyard.policy.tenant_limits import create_tenant_limits
 from tokenyard.scheduler.kv_store_queue import KvStoreQueue
 from tokenyard.scheduler.lora_slots import AdapterSlots
-from tokenyard.scheduler.memory import KvMemory, Release
+from tokenyard.scheduler.memory import NO_PAGES, KvMemory, Release
 from tokenyard.scheduler.outbox import Outbox
 from tokenyard.scheduler.prefix_holders import PrefixHolders
 from tokenyard.scheduler.request_observer import RequestObserver
-from tokenyard.scheduler.request_table import RequestTable, RowList, StopTokens
+from tokenyard.scheduler.request_table import RequestState, RequestTable, RowList, StopTokens
 from tokenyard.scheduler.row_state import Gate, RowState
 from tokenyard.scheduler.session_table import SessionTable
 from tokenyard.scheduler.waiting_index import WaitingIndex
@@ -47,6 +48,12 @@ def prior_cost_model(info: ExecutorInfo) -> LinearCost:
     Every device except CUDA counts as a small CPU, so that the first steps are short rather than long.
     """
     return get_profile("h100", "llama-3-8b").cost() if info.device.startswith("cuda") else unknown_cpu()
+
+
+def runs_of(runs: list[tuple[str, int]], version: str, output: int) -> list[tuple[str, int]]:
+    """The runs of an answer's first `output` tokens: `runs`, and one of `version` for those after them."""
+    rest = output - sum(tokens for _, tokens in runs)
+    return [*runs, (version, rest)] if rest > 0 else runs
 
 
 class ExpiryQueue:
@@ -122,6 +129,8 @@ class SchedulerState:
         self.prefill_steps_in_row = 0
         self.retraction_count = 0
         self._pages_returned = self._policies_set = 0
+        self.weights = ""
+        """The weights in use (`Request.weights`), "" for those that the executor started with."""
         self.deduplicated: list[DeduplicatedPages] = []
         """Since the last plan; the next one writes them."""
         self.drafting = False
@@ -217,6 +226,8 @@ class SchedulerState:
         """
         memory, table = self.memory, self.table
         request_state = table.request_state(row)
+        if request_state.mixed_weights:
+            return NO_PAGES
         request_state.node, cached, deduplicated = memory.cache_unfinished(
             int(table.pool_row[row]),
             request_state.node,
@@ -337,6 +348,9 @@ class SchedulerState:
         table.pool_row[row] = -1
         table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = table.drafts[row] = 0
         table.state[row] = RowState.WAITING
+        if request_state.request.weights != self.weights:
+            self.waiting_index.forget(row)
+            self._renew_weights(request_state)
         self.waiting.insert_by(row, table.seq)
         self.waiting_index.add(row)
         self.sweep()
@@ -379,7 +393,10 @@ class SchedulerState:
             vector=table.request_state(row).vector,
             draft_tokens=int(table.verified_drafts[row]),
             accepted_draft_tokens=int(table.accepted_drafts[row]),
+            weight_version=weight_version(self.weights),
         )
+        if runs := table.request_state(row).weight_runs:
+            finish.weight_runs = runs_of(runs, finish.weight_version, output)
         self.outbox.finished.append(finish)
         self.observer.ended(row, finish)
         self.open_group(row)
@@ -445,7 +462,8 @@ class SchedulerState:
             pool_row=int(table.pool_row[row]),
             node=request_state.node,
             cached=int(table.cached[row]),
-            computed=int(table.computed[row]),
+            # KV of several weights is not for other requests.
+            computed=int(table.cached[row] if request_state.mixed_weights else table.computed[row]),
             held=int(table.held[row]),
             priority=request_state.request.priority or 0,
         )
@@ -453,6 +471,31 @@ class SchedulerState:
         if self.holders is not None:
             self.holders.release(row)
         return release
+
+    def update_weights(self, weights: str, now: int) -> None:
+        """The executor uses other `weights` from now on; see `Scheduler.weights_updated`. No plan is in flight."""
+        table, version = self.table, weight_version(self.weights)
+        self.weights = weights
+        for row in self.known_rows(table.numbers()):
+            request_state = table.request_state(row)
+            output = int(table.known[row] - table.prompt_tokens[row])
+            if output > sum(tokens for _, tokens in request_state.weight_runs):
+                request_state.weight_runs = runs_of(request_state.weight_runs, version, output)
+            request_state.kv_outdated = True
+            if table.state[row] == RowState.WAITING:
+                self.waiting_index.forget(row)
+                self._renew_weights(request_state)
+                table.loadable_tokens[row] = 0
+                self.waiting_index.add(row)
+            elif table.state[row] == RowState.LOADING or request_state.request.handover:
+                self.retract(row, "paused", now)
+            else:
+                request_state.mixed_weights = True
+
+    def _renew_weights(self, request_state: RequestState) -> None:
+        """A row that waits is computed by the weights in use, whatever computed it before."""
+        request_state.request = replace(request_state.request, weights=self.weights)
+        request_state.mixed_weights = False
 
     def membership(self) -> tuple[int, ...]:
         """Differs once a request has joined, started, ended or gone back to the queue, or another policy was set."""
@@ -615,6 +658,7 @@ class SchedulerState:
         self.memory = KvMemory(
             self.settings, info.num_pages, info.max_pool_rows, info.windows, info.states, self._retention
         )
+        self.memory.tree.use_weights(self.weights)
         has_store = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
         self.stores: KvStoreQueue | None = KvStoreQueue(self.settings, self.memory) if has_store else None
         if self.settings.enable_kv_events:

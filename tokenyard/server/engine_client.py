@@ -12,6 +12,7 @@ from tokenyard.base import AbortCause, Explanation, Int32Array, PauseMode, Sessi
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
 from tokenyard.engine.frontend.paused_requests import PausedRequests
 from tokenyard.engine.frontend.streams import Ended, Reader
+from tokenyard.engine.frontend.weight_updates import WeightUpdate
 
 
 class LoraAdapterView(Protocol):
@@ -126,6 +127,19 @@ class ControlClient(Protocol):
 
     async def continue_(self) -> None:
         """Continue after `pause`."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the engine is paused."""
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights in use, "" for those that the engine started with."""
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        """Change the weights, in all ranks or in none; returns their version. Raises ConfigError for weights that do
+        not fit or are damaged.
+        """
 
     async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
         """Change the scheduling policy. Raises ConfigError for an unknown policy or option."""

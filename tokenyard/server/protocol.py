@@ -316,6 +316,29 @@ class PauseRequest:
 
 
 @dataclass(kw_only=True)
+class UpdateWeightsFromDisk:
+    """`POST /update_weights_from_disk`.
+
+    model_path: the folder of the checkpoint, as the server sees it.
+    weight_version: the name that answers have for the weights; the number of the update by default.
+    abort_all_requests: whether open requests end; they go on under the new weights by default.
+    flush_cache: whether KV of the old weights is evicted; new requests never use it in any case.
+    torch_empty_cache, recapture_cuda_graph, is_async, keep_pause, token_step: SGLang's; they change nothing here.
+    """
+
+    model_path: str
+    load_format: str | None = None
+    weight_version: str | None = None
+    abort_all_requests: bool | None = None
+    flush_cache: bool | None = None
+    torch_empty_cache: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    is_async: bool | None = None
+    keep_pause: bool | None = None
+    token_step: int | None = None
+
+
+@dataclass(kw_only=True)
 class ResumeRequest:
     """`POST /v1/requests/{id}/resume`, for a request that was paused before the engine ended.
 

@@ -27,6 +27,7 @@ from tokenyard.base import (
     TextOptions,
     TurnEnded,
     UnloadAdapter,
+    WeightsUpdated,
 )
 from tokenyard.base.request import NO_TOKENS
 from tokenyard.base.settings import ANY_TENANT
@@ -76,6 +77,8 @@ class Anonymizer:
                 return replace(event, matched="")
             case KvAvailable():
                 return replace(event, token=self.few_ids([event.token])[0])
+            case WeightsUpdated():
+                return replace(event, version=self.name(event.version))
             case UnloadAdapter():
                 return UnloadAdapter(self.name(event.adapter))
             case TenantUsage():
@@ -100,6 +103,7 @@ class Anonymizer:
             tenant=self.tenant(request.tenant),
             cache_salt=self.name(request.cache_salt),
             lora=self.name(request.lora),
+            weights=self.name(request.weights),
             grammar=self.name(request.grammar),
             routing_key=self.name(request.routing_key or "") or None,
             kv=None,

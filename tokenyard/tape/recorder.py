@@ -189,6 +189,11 @@ class RecordingScheduler:
         return self.scheduler.wakeup_ns()
 
     @property
+    def weights(self) -> str:
+        """The weights in use, "" for those that the executor started with."""
+        return self.scheduler.weights
+
+    @property
     def cost(self) -> CostModel | None:
         """The cost model of the scheduler."""
         return self.scheduler.cost

@@ -76,6 +76,7 @@ def want_of(request: Request, boot_id: str) -> Want:
         sampling=replace(request.sampling, n=1, stop=[]),
         cache_salt=request.cache_salt,
         lora=request.lora,
+        weights=request.weights,
         priority=request.priority,
         service_class=request.service_class,
         tenant=request.tenant,

@@ -240,6 +240,10 @@ class DecodePeer:
         if len(offer.pages) % 4 or offer.tokens < 0 or len(offer.pages) // 4 * self._page_size < offer.tokens:
             self._fail(job, "wrong offer", now)
             return
+        if offer.weights != job.want.weights:
+            # One of the two engines has changed its weights, or is about to.
+            self._fail(job, "other weights", now)
+            return
         token = offer.token if job.takes_token else -1
         job.offer, job.state, job.until = offer, "offered", now + self._timeouts.admission_ns
         self._actions.append(KvAvailable(job.numbers[0], offer.tokens, token))

@@ -25,6 +25,7 @@ class Want(msgspec.Struct, tag=True, array_like=True):
     boot_id: of the engine that is asked; "" for any. A restarted engine has none of its earlier KV.
     attach: whether the prefill engine receives the prompt as a client's request with the same key, so that this
         message computes nothing.
+    weights: those that the KV must be computed by (`Request.weights`).
     """
 
     key: str
@@ -37,6 +38,7 @@ class Want(msgspec.Struct, tag=True, array_like=True):
     priority: int | None = None
     service_class: str | None = None
     tenant: str = ""
+    weights: str = ""
 
 
 class Offer(msgspec.Struct, tag=True, array_like=True):
@@ -47,6 +49,7 @@ class Offer(msgspec.Struct, tag=True, array_like=True):
     pages: the pages of the KV, as int32 bytes.
     ticket: authorizes reads of the pages over TCP.
     lease_ns: how long the pages are held without a heartbeat.
+    weights: those that computed the KV and the token.
     """
 
     key: str
@@ -56,6 +59,7 @@ class Offer(msgspec.Struct, tag=True, array_like=True):
     pages: bytes
     ticket: bytes
     lease_ns: int
+    weights: str = ""
 
 
 class Done(msgspec.Struct, tag=True, array_like=True):

@@ -179,16 +179,18 @@ class PrefillPeer:
         self._set_number(job, number)
         return True
 
-    def handed_over(self, handover: Handover, now: int) -> None:
-        """Offer the KV of a request, which the scheduler has computed and holds."""
+    def handed_over(self, handover: Handover, now: int, weights: str = "") -> None:
+        """Offer the KV of a request, which the scheduler has computed by these `weights` and holds."""
         job = self._by_number.get(handover.number)
         if job is None:
             self._actions.append(PagesReleased(handover.number))
             return
-        self._offer(job, handover.tokens, handover.token, pack_ids(handover.pages), now)
+        self._offer(job, handover.tokens, handover.token, pack_ids(handover.pages), weights, now)
 
-    def finished(self, number: int, why: str, token: int, now: int) -> None:
-        """Handle a request that ended without a handover: `why` it failed, "" if its first `token` ended the answer."""
+    def finished(self, number: int, why: str, token: int, now: int, weights: str = "") -> None:
+        """Handle a request that ended without a handover: `why` it failed, "" if its first `token`, by these `weights`,
+        ended the answer.
+        """
         job = self._by_number.get(number)
         if job is None or job.offer is not None:
             return
@@ -197,12 +199,13 @@ class PrefillPeer:
                 self._refuse(job.peer, job.key, why)
             self._forget(job, why)
         else:
-            self._offer(job, 0, token, b"", now)
+            self._offer(job, 0, token, b"", weights, now)
 
-    def _offer(self, job: PrefillJob, tokens: int, token: int, pages: bytes, now: int) -> None:
+    def _offer(self, job: PrefillJob, tokens: int, token: int, pages: bytes, weights: str, now: int) -> None:
         timeouts = self._timeouts
         job.lease_until = now + timeouts.lease_ns
-        job.offer = Offer(job.key, self._boot_id, tokens, token, pages, self._new_ticket(), timeouts.lease_ns)
+        ticket = self._new_ticket()
+        job.offer = Offer(job.key, self._boot_id, tokens, token, pages, ticket, timeouts.lease_ns, weights)
         self.counters["offers"] += 1
         self._send_offer(job)
 

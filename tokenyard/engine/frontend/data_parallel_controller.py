@@ -47,9 +47,11 @@ class DataParallelController:
         self._backlogs: dict[int, list[ToScheduler]] = {}
         self._absent: dict[int, SchedulerClient] = {}
         self._policy: SetPolicy | None = None
-        self._paused = False
+        self.paused = False
+        """Whether a pause of the whole engine is on."""
+
         self._lost_ns: int | None = None
-        self.on_join: Callable[[SchedulerClient], None] = lambda client: None
+        self.on_join: list[Callable[[SchedulerClient], None]] = []
         self.lost_schedulers = 0
         """How many schedulers have ended, each with its cache."""
 
@@ -99,11 +101,12 @@ class DataParallelController:
     def join(self, client: SchedulerClient) -> None:
         """A scheduler runs. It gets the events that wait for it, with the requests that they are about."""
         self._clients[client.source] = client
-        self.on_join(client)
+        for tell in self.on_join:
+            tell(client)
         self._send_limits(client)
         if self._policy is not None:
             client.send(self._policy)
-        if self._paused:
+        if self.paused:
             client.send(Pause())
         for rank in (ANY_RANK, client.rank):
             backlog = self._backlogs.get(rank, [])
@@ -162,7 +165,7 @@ class DataParallelController:
 
     def pause(self, event: Pause | Resume) -> None:
         """Stop all schedulers, or let all go on."""
-        self._paused = isinstance(event, Pause)
+        self.paused = isinstance(event, Pause)
         for client in self.clients:
             client.send(event)
 

@@ -35,7 +35,7 @@ class LoraRegistry:
 
     def __init__(self, ranks: DataParallelController) -> None:
         self._ranks = ranks
-        ranks.on_join = self._load_into
+        ranks.on_join.append(self._load_into)
         self._enabled = False
         self._loaded: dict[str, LoraAdapter] = {}
         self._unloading: dict[str, LoraAdapter] = {}

@@ -35,6 +35,7 @@ from tokenyard.engine.frontend.paused_requests import PausedRequests
 from tokenyard.engine.frontend.request_submitter import RequestSubmitter
 from tokenyard.engine.frontend.scheduler_client import ProcessLink
 from tokenyard.engine.frontend.streams import Ended, Reader, Stream
+from tokenyard.engine.frontend.weight_updates import WeightUpdate, WeightUpdates
 from tokenyard.engine.text.chat_messages import Message
 from tokenyard.engine.text.chat_template import ChatTemplate, render_with_timeout
 from tokenyard.routing.balance import RankBalancer
@@ -74,6 +75,7 @@ class TokenizerManager:
         self.records = records
         self.ranks = DataParallelController(balancer)
         self.adapters = LoraRegistry(self.ranks)
+        self.weights = WeightUpdates(self.ranks)
         self._template = template
         self._requests = InputProcessor(info, tokenizer, template.special_tokens.get("eos_token"), self.adapters.key_of)
         self._submitter = RequestSubmitter(self.ranks)
@@ -283,11 +285,27 @@ class TokenizerManager:
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop all work until `continue_`; new requests wait."""
-        self.ranks.pause(Pause(mode))
+        async with self.weights.lock:
+            self.ranks.pause(Pause(mode))
 
     async def continue_(self) -> None:
         """Go on after `pause`."""
-        self.ranks.pause(Resume())
+        async with self.weights.lock:
+            self.ranks.pause(Resume())
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` has stopped all work."""
+        return self.ranks.paused
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights in use, "" for those that the engine started with."""
+        return self.weights.version
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        """Change the weights, in all schedulers or in none; returns their version. See WeightUpdates.update."""
+        return await self.weights.update(update)
 
     async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
         """Order the queue by another policy. Raises ConfigError, and nothing changes, if that cannot be."""

@@ -20,6 +20,7 @@ from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadCl
 from tokenyard.engine.scheduler_process.attachments.lora import open_lora
 from tokenyard.engine.scheduler_process.attachments.priority import create_priority_updates
 from tokenyard.engine.scheduler_process.attachments.tenant_usage import TenantUsageExchange
+from tokenyard.engine.scheduler_process.attachments.weights import WeightUpdater
 from tokenyard.engine.scheduler_process.build_scheduler import build_scheduler, load_prior, measure_prior, open_tape
 from tokenyard.engine.scheduler_process.driver import Driver, Port
 from tokenyard.engine.scheduler_process.event_loop import event_loop_normal, event_loop_overlap
@@ -130,6 +131,7 @@ class SchedulerLoop:
                     # Closed before the executor, whose pages some read and write.
                     attachments.append(_closing(resources, attachment))
 
+            attach(WeightUpdater(executor, core, deliver))  # before all that look for KV
             attach(open_lora(config, core, executor, deliver))  # first, as it may refuse a request
             attach(open_disagg_connector(config, core, executor, deliver, rank))
             attach(open_kv_store_connector(config, core, executor, deliver, rank))  # for what disagg does not fetch

@@ -31,6 +31,10 @@ class NativeRuntime:
         cores = pinned_cores(threads)
         self.pool = self.functions.ty_pool_new(threads, int32s(cores) if cores else None)
 
+    def another(self) -> "NativeRuntime":
+        """Return the same kernels with threads of their own, for work at the same time."""
+        return NativeRuntime(self.library, self.threads, self.level)
+
     def __del__(self) -> None:
         # A constructor that failed has no pool.
         if getattr(self, "pool", None):

@@ -29,7 +29,7 @@ from tokenyard.server.http.errors import (
 from tokenyard.server.http.generation_route import GenerationRoute, Handler
 from tokenyard.server.http.streaming import ClientGoneError, Receive, Scope, Send
 from tokenyard.server.metrics.endpoint_picker import LOAD_PATH, EndpointPickerMetrics
-from tokenyard.server.native import control_routes, lora_routes, policy_routes, request_routes, score
+from tokenyard.server.native import control_routes, lora_routes, policy_routes, request_routes, score, weight_routes
 from tokenyard.server.native import generate as native
 from tokenyard.server.native.live_feed import LiveFeed
 from tokenyard.server.ollama import api as ollama
@@ -111,6 +111,7 @@ def create_app(state: ServerState) -> ASGIApp:
     api.include_router(request_routes.router)
     api.include_router(policy_routes.router)
     api.include_router(lora_routes.router)
+    api.include_router(weight_routes.router)
     api.include_router(ollama.router)
     for path in SERVER_PAGE:
         api.add_api_route(path, _page_file, methods=["GET", "HEAD"], include_in_schema=False)

@@ -82,9 +82,13 @@ def outcome_of(error: TokenyardError) -> HttpOutcome:
 
 
 def failure(finish: Finish) -> TokenyardError | None:
-    """The error of an aborted request; None for one that finished, was cancelled or lost its client."""
+    """The error of an aborted request; None for one that finished, was cancelled or lost its client, or had begun when
+    the engine was paused.
+    """
     if finish.reason != "abort" or finish.cause in NO_FAILURE:
         return None
+    if finish.cause == "paused" and finish.completion_tokens:
+        return None  # the client gets what there is of the answer
     return TokenyardError(finish.message or "the request was aborted", code=finish.cause)
 
 

@@ -18,6 +18,9 @@ from tokenyard.server.native.explain import stages_ms, wall_s
 from tokenyard.server.parse.output_style import OutputReader, ParserOptions
 from tokenyard.server.state import ServerState
 
+FIRST_VERSION = "default"
+"""SGLang's name for the weights that the server started with."""
+
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
 
 OnDelta = Callable[[int, OutputDelta], None]
@@ -105,6 +108,16 @@ def usage_so_far(delta: OutputDelta) -> bytes:
     return _USAGE % (prompt, completion, prompt + completion, delta.cached_tokens)
 
 
+def weights_of_answer(finish: Finish) -> dict[str, Any]:
+    """The version of the weights that computed an answer, and if they changed meanwhile that of each run of tokens."""
+    found: dict[str, Any] = {"weight_version": finish.weight_version or FIRST_VERSION}
+    if finish.weight_runs:
+        found["weight_runs"] = [
+            {"weight_version": version or FIRST_VERSION, "tokens": tokens} for version, tokens in finish.weight_runs
+        ]
+    return found
+
+
 def stage_times(finish: Finish, spec: GenerateReqInput) -> dict[str, Any]:
     """The `x_sched` block: milliseconds per stage, cached tokens, retractions, and when it ended (Unix time)."""
     return {
@@ -112,6 +125,7 @@ def stage_times(finish: Finish, spec: GenerateReqInput) -> dict[str, Any]:
         **{f"{stage}_ms": time_ms for stage, time_ms in stages_ms(finish.timings).items()},
         "cached_tokens": finish.cached_tokens,
         "preemptions": finish.retractions,
+        **(weights_of_answer(finish) if finish.weight_version or finish.weight_runs else {}),
         "finished_at": wall_s(finish.finished_ns),
     }
 

@@ -55,6 +55,8 @@ class RequestLog:
             "arrival_s": wall_s(finish.arrival_ns),
             "class": self._spec.service_class,
             "priority": self._spec.priority,
+            "weights": finish.weight_version or None,
+            "weight_runs": ",".join(f"{version or 'default'}:{tokens}" for version, tokens in finish.weight_runs),
             "deadline_s": None if self._spec.deadline_ms is None else self._spec.deadline_ms / MS_PER_S,
         }
         if self._spec.session:

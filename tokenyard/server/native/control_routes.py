@@ -19,6 +19,7 @@ from tokenyard.engine.frontend.streams import Reader
 from tokenyard.server.engine_client import LoraAdapterView
 from tokenyard.server.http.api_keys import TENANT
 from tokenyard.server.http.errors import check_encoding
+from tokenyard.server.http.generate import FIRST_VERSION
 from tokenyard.server.http.streaming import read_body
 from tokenyard.server.metrics.loads import (
     DEFAULT_SECTIONS,
@@ -364,6 +365,7 @@ async def model_info(state: State) -> dict[str, Any]:
         "tokenizer_path": state.options.info.get("tokenizer_path"),
         "served_model_name": state.options.model_name,
         "is_generation": True,
+        "weight_version": state.control.weight_version or FIRST_VERSION,
         "max_model_len": state.generator.context_length,
     }
 

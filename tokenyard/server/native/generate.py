@@ -9,7 +9,7 @@ import orjson
 from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, LogprobOptions
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.paused_requests import PausedRequests
-from tokenyard.server.http.generate import CompletionOutput, RequestContext, collect, run
+from tokenyard.server.http.generate import CompletionOutput, RequestContext, collect, run, weights_of_answer
 from tokenyard.server.http.large_bodies import run_off_loop
 from tokenyard.server.http.streaming import DONE
 from tokenyard.server.openai.completions import begun_elsewhere
@@ -253,6 +253,7 @@ def _result(call: RequestContext, job: PreparedNativeRequest, index: int, answer
     if answer.finish is not None:
         meta["e2e_latency"] = (answer.finish.finished_ns - answer.finish.arrival_ns) / NS_PER_S
         meta["retractions"] = answer.finish.retractions
+        meta |= weights_of_answer(answer.finish)
     if spec.logprobs is not None:
         meta |= _logprob_meta(call, job, answer, spec.input_ids)
     return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}

@@ -206,7 +206,7 @@ class DisaggConnector(Attachment):
         options = request.logprobs
         if options is not None and options.prompt_from >= 0:
             return request
-        want = Want(route.room, b"", SamplingParams(), boot_id=route.boot_id, attach=True)
+        want = Want(route.room, b"", SamplingParams(), boot_id=route.boot_id, attach=True, weights=self._core.weights)
         self._want(want, request, route.peer, MAX_OFFER_TIMEOUT_S)
         self._dialer.want(route.peer)
         return replace(request, awaits_kv=True)
@@ -244,11 +244,12 @@ class DisaggConnector(Attachment):
             why = (finish.cause or "aborted") if finish.reason == "abort" else ""
             found = batch.tokens[batch.numbers == finish.number]
             token = int(found[-1]) if len(found) else -1
-            self._manager.call(partial(self._manager.prefill_peer.finished, finish.number, why, token))
+            finished = partial(self._manager.prefill_peer.finished, weights=self._core.weights)
+            self._manager.call(partial(finished, finish.number, why, token))
 
     def _hand_over(self, handover: Handover) -> None:
-        prefill_peer = self._manager.prefill_peer
-        self._manager.call(lambda now: prefill_peer.handed_over(handover, now))
+        prefill_peer, weights = self._manager.prefill_peer, self._core.weights
+        self._manager.call(lambda now: prefill_peer.handed_over(handover, now, weights))
 
     def _remove_foreign_rows(self, batch: TokenBatch, foreign: np.ndarray) -> None:
         """Take the rows of other engines' requests out of a batch, and note how these requests ended."""
@@ -259,7 +260,8 @@ class DisaggConnector(Attachment):
                 continue
             why = (finish.cause or "aborted") if finish.reason == "abort" else ""
             token = tokens.get(finish.number, -1)
-            self._manager.call(partial(prefill_peer.finished, finish.number, why, token))
+            finished = partial(prefill_peer.finished, weights=self._core.weights)
+            self._manager.call(partial(finished, finish.number, why, token))
         keep = ~foreign
         batch.numbers, batch.tokens, batch.hits = batch.numbers[keep], batch.tokens[keep], batch.hits[keep]
         batch.started = [started for started in batch.started if started.number < FIRST_NUMBER]

@@ -1,0 +1,196 @@
+"""A server whose weights change under running requests. Transformers with the same weights is the judge."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.servers import Server
+from tests.executor.tiny_models import judge
+
+PROMPT = list(range(5, 60))
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--skip-tokenizer-init", "--page-size", "4")
+
+
+def another(model, seed):
+    """A model of the same config with other weights."""
+    torch.manual_seed(seed)
+    return type(model)(model.config).eval()
+
+
+def post(url, body=None):
+    request = urllib.request.Request(url, json.dumps(body or {}).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@torch.inference_mode()
+def greedy_over(runs, prompt):
+    """Greedy tokens of models that follow one another over the same KV. runs: (model, tokens)."""
+    ids, past, found = torch.tensor([prompt]), None, []
+    for model, tokens in runs:
+        for _ in range(tokens):
+            output = model(ids, past_key_values=past, use_cache=True)
+            past, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            found.append(int(ids))
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Models by name, and the folder that has each."""
+    root = tmp_path_factory.mktemp("weights")
+    first = judge("qwen3")
+    found = {"a": first, "b": another(first, 7)}
+    for name, model in found.items():
+        model.save_pretrained(root / name)
+    judge("qwen2").save_pretrained(root / "other-model")
+    tensors = load_file(root / "b" / "model.safetensors")
+    for name in ("nan", "short", "misshapen"):
+        shutil.copytree(root / "b", root / name)
+    norm = "model.norm.weight"
+    save_file(tensors | {norm: torch.full_like(tensors[norm], torch.nan)}, root / "nan" / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k != norm}, root / "short" / "model.safetensors")
+    save_file(tensors | {norm: torch.ones(7)}, root / "misshapen" / "model.safetensors")
+    shutil.copytree(root / "b", root / "cut")
+    data = (root / "b" / "model.safetensors").read_bytes()
+    (root / "cut" / "model.safetensors").write_bytes(data[: len(data) // 2])
+    (root / "empty").mkdir()
+    return found, root
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    running = Server(str(models[1] / "a"), *FLAGS, "--enable-overlap-schedule", "--max-total-tokens", "2048")
+    yield running
+    assert running.close() == 0
+
+
+def ask(server, tokens=8, prompt=PROMPT, **more):
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    status, answer = post(f"{server.url}/generate", {"input_ids": prompt, "sampling_params": sampling} | more)
+    assert status == 200, answer
+    return answer
+
+
+def update(server, folder, **more):
+    return post(f"{server.url}/update_weights_from_disk", {"model_path": str(folder)} | more)
+
+
+def test_new_requests_are_those_of_the_new_weights_and_running_ones_go_on(server, models):
+    (a, b), root = models[0].values(), models[1]
+    assert update(server, root / "a", weight_version="start")[0] == 200
+    assert ask(server)["output_ids"] == greedy_over([(a, 8)], PROMPT)
+    found = []
+    long = threading.Thread(target=lambda: found.append(ask(server, 180, PROMPT[:20])))
+    long.start()
+    time.sleep(0.1)
+    status, answer = update(server, root / "b", weight_version="v2")
+    assert (status, answer["success"], answer["weight_version"]) == (200, True, "v2")
+    fresh = ask(server)
+    assert fresh["output_ids"] == greedy_over([(b, 8)], PROMPT)
+    assert (fresh["meta_info"]["weight_version"], fresh["meta_info"]["cached_tokens"]) == ("v2", 0)
+    long.join()
+    runs = found[0]["meta_info"].get("weight_runs", [{"weight_version": "v2", "tokens": 180}])
+    by_version = [({"start": a, "v2": b}[run["weight_version"]], run["tokens"]) for run in runs]
+    assert found[0]["output_ids"] == greedy_over(by_version, PROMPT[:20])
+    with urllib.request.urlopen(f"{server.url}/weight_version") as said:
+        assert json.load(said) == {"weight_version": "v2"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("nowhere", "there is no model folder"),
+        ("empty", "config.json"),
+        ("other-model", "is another model"),
+        ("nan", "NaN"),
+        ("short", "no tensor 'model.norm.weight'"),
+        ("misshapen", "has shape (7,)"),
+        ("cut", "damaged"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(server, models, folder, says):
+    root = models[1]
+    assert update(server, root / "a", weight_version="good")[0] == 200
+    before = ask(server)
+    status, answer = update(server, root / folder, weight_version="bad")
+    assert (status, answer["success"]) == (400, False)
+    assert says in answer["message"]
+    assert answer["error"]["param"] == "model_path"
+    after = ask(server)
+    assert after["output_ids"] == before["output_ids"]
+    assert after["meta_info"]["weight_version"] == "good"
+    assert after["meta_info"]["cached_tokens"] == 52
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "model_path"),
+        ({"model_path": ""}, "model_path"),
+        ({"model_path": 3}, "model_path"),
+        ({"model_path": "x", "load_format": "pickle"}, "load_format"),
+        ({"model_path": "x", "weight_version": "a#b"}, "weight_version"),
+        ({"model_path": "x", "weight_version": "v" * 200}, "weight_version"),
+    ],
+)
+def test_wrong_fields_are_named(server, body, param):
+    status, answer = post(f"{server.url}/update_weights_from_disk", body)
+    assert status == 400
+    assert param in str(answer["error"])
+
+
+def test_a_pause_that_retracts_computes_all_by_the_new_weights(server, models):
+    (a, b), root = models[0].values(), models[1]
+    assert update(server, root / "a", weight_version="one")[0] == 200
+    found = []
+    long = threading.Thread(target=lambda: found.append(ask(server, 150, PROMPT[:20])))
+    long.start()
+    time.sleep(0.1)
+    assert post(f"{server.url}/pause?mode=retract")[1]["status"] == "paused"
+    assert update(server, root / "b", weight_version="two")[0] == 200
+    assert post(f"{server.url}/resume") == (200, {"status": "resumed"})
+    long.join()
+    answer = found[0]
+    runs = answer["meta_info"].get("weight_runs", [{"weight_version": "two", "tokens": 150}])
+    kept = sum(run["tokens"] for run in runs if run["weight_version"] == "one")
+    begun = answer["output_ids"][:kept]
+    assert begun == greedy_over([(a, kept)], PROMPT[:20])
+    assert answer["output_ids"][kept:] == greedy_over([(b, 150 - kept)], PROMPT[:20] + begun)
+
+
+def test_a_pause_that_aborts_returns_what_there_is(server, models):
+    found = []
+    long = threading.Thread(
+        target=lambda: found.append(ask(server, 200, PROMPT[:20], return_logprob=True)), daemon=True
+    )
+    long.start()
+    time.sleep(0.1)
+    assert post(f"{server.url}/pause_generation", {"mode": "abort"})[0] == 200
+    long.join(10)
+    assert post(f"{server.url}/continue_generation")[0] == 200
+    meta = found[0]["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert len(found[0]["output_ids"]) == meta["completion_tokens"] == len(meta["output_token_logprobs"])
+    assert 0 < meta["completion_tokens"] < 200
+
+
+def test_a_process_that_restarts_gets_the_weights_again(server, models):
+    (_, b), root = models[0].values(), models[1]
+    assert update(server, root / "b", weight_version="kept")[0] == 200
+    os.kill(server.children()[0], signal.SIGKILL)
+    answer = ask(server)
+    assert answer["output_ids"] == greedy_over([(b, 8)], PROMPT)
+    assert answer["meta_info"]["weight_version"] == "kept"

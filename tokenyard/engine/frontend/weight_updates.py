@@ -1,0 +1,86 @@
+"""The weights of an engine: changing them in all its schedulers or in none, and restoring them in one that restarts."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tokenyard.base import TokenyardError, WeightSource
+from tokenyard.engine.frontend.data_parallel_controller import DataParallelController
+from tokenyard.engine.frontend.scheduler_client import SchedulerClient
+
+logger = logging.getLogger(__name__)
+
+PREPARE_TIMEOUT_S = 3600.0
+USE_TIMEOUT_S = 600.0
+"""Timeout of a swap, which waits for the steps in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """New weights.
+
+    source: where they are.
+    version: the name that answers have for them; "" for the number of the update.
+    flush: whether KV of other weights is evicted.
+    """
+
+    source: WeightSource
+    version: str = ""
+    flush: bool = True
+
+
+class WeightUpdates:
+    """Used from one event loop. `lock` is held while weights change, so that no pause begins or ends meanwhile.
+
+    version: of the weights in use, "" for those that the engine started with.
+    """
+
+    def __init__(self, ranks: DataParallelController) -> None:
+        self.lock = asyncio.Lock()
+        self.version = ""
+        self._ranks = ranks
+        self._count = 0
+        self._folder = ""
+        ranks.on_join.append(self._restore)
+
+    async def update(self, update: WeightUpdate) -> str:
+        """Change the weights of all schedulers, or of none; returns the version. Requests go on meanwhile.
+
+        Raises ConfigError for weights that do not fit or are damaged, and what the schedulers' calls raise.
+        """
+        async with self.lock:
+            source = {"folder": update.source.folder, "files": list(update.source.files)}
+            try:
+                digests = await self._ranks.call("prepare_weights", str, PREPARE_TIMEOUT_S, **source)
+            except BaseException:
+                await self._drop()
+                raise
+            if len(set(digests)) > 1:
+                await self._drop()
+                raise TokenyardError("the ranks of the engine read different weights; the files changed meanwhile")
+            self._count += 1
+            self.version = version = update.version or str(self._count)
+            self._folder = update.source.folder if not update.source.files else ""
+            await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
+            # What the balancer expects to be cached is KV of the old weights.
+            self._ranks.balancer.flushed()
+            return version
+
+    async def _drop(self) -> None:
+        """Have all schedulers free what they have prepared, as one of them could not."""
+        with suppress(TokenyardError):
+            await asyncio.shield(self._ranks.call("drop_weights", None))
+
+    def _restore(self, client: SchedulerClient) -> None:
+        """A scheduler process runs that has the weights that the engine started with."""
+        if not self._count:
+            return
+        if self._folder:
+            client.order("restore_weights", folder=self._folder, version=self.version)
+        else:
+            logger.error(
+                "rank %d has restarted with the weights of its folder: weights of version %s were sent as tensors; "
+                "send them again",
+                *(client.rank, self.version),
+            )

@@ -1,0 +1,146 @@
+"""Weights that change while the engine runs: they are read in a thread, and put in use between two steps."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokenyard.base import ConfigError, Event, Executor, Pause, Request, Resume, WeightSource, WeightsUpdated
+from tokenyard.base.request import weight_version, weights_key
+from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest
+from tokenyard.engine.scheduler_process.attachments.base import Attachment, DeferredReply, VerbHandler
+from tokenyard.tape.recorder import Core
+
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdater(Attachment):
+    """The weights of one scheduler process.
+
+    They change in two phases, so that all ranks of an engine change them or none does: `prepare_weights` reads and
+    checks, `use_weights` puts in use what was prepared, once no step is in flight. A process that replaces one that
+    has ended gets `restore_weights`: it plans no step before the engine's weights are there.
+
+    deliver: brings calls to the event loop from the reading thread.
+    """
+
+    name = "weights"
+
+    def __init__(self, executor: Executor, core: Core, deliver: Callable[[RpcRequest], None]) -> None:
+        self._executor = executor
+        self._core = core
+        self._deliver = deliver
+        self._digest: str | None = None
+        self._reading: DeferredReply | None = None
+        self._busy = False
+        self._restoring = ""
+        self._update: WeightsUpdated | None = None
+        self._reply = DeferredReply()
+        self._holding = False
+        """Whether the engine is paused until the weights are in use."""
+
+    def verbs(self) -> Mapping[str, VerbHandler]:
+        """Prepare, use, drop and restore weights; the reading thread says what it has read."""
+        return {
+            "prepare_weights": self._prepare,
+            "weights_read": self._read,
+            "use_weights": self._use,
+            "drop_weights": self._drop,
+            "restore_weights": self._restore,
+        }
+
+    def submitted(self, request: Request, now: int) -> Request:
+        """Name the weights that compute a request, before its KV is looked for anywhere."""
+        weights = self._core.weights
+        return replace(request, weights=weights) if request.weights != weights else request
+
+    def poll(self, now: int) -> Sequence[Event]:
+        """Put weights in use. Plans in flight end first, while no other starts."""
+        if self._update is None:
+            return self._hold(now) if self._restoring else self._end_hold()
+        if self._core.in_flight:
+            return self._hold(now)
+        update, self._update, reply = self._update, None, self._reply
+        events: list[Event] = [update]
+        try:
+            self._executor.swap_weights()
+        except Exception as error:
+            logger.exception("the new weights could not be used; the old ones stay")
+            reply.set_exception(ConfigError(f"the new weights could not be used: {error}"))
+            events = []
+        else:
+            logger.info("weights of version %s are in use", weight_version(update.version))
+            reply.set_result(None)
+        return events + self._end_hold()
+
+    def describe(self, now: int) -> Mapping[str, Any]:
+        """The version in use."""
+        return {"weight_version": weight_version(self._core.weights)} if self._core.weights else {}
+
+    def _hold(self, now: int) -> Sequence[Event]:
+        """Plan no further step, unless a client has paused the engine already."""
+        if self._holding or self._core.snapshot(now).paused:
+            return ()
+        self._holding = True
+        return [Pause("in_place")]
+
+    def _end_hold(self) -> list[Event]:
+        held, self._holding = self._holding, False
+        return [Resume()] if held else []
+
+    def _prepare(self, now: int, folder: str, files: list[str]) -> DeferredReply:
+        """Read weights; the reply is their digest. Refused while others are read."""
+        if self._busy:
+            raise ConfigError("other weights are being read; send these once that has ended")
+        self._digest, self._reading, self._busy = None, DeferredReply(), True
+        source = WeightSource(folder, tuple(files))
+        threading.Thread(target=self._work, args=(source,), name="weights", daemon=True).start()
+        return self._reading
+
+    def _restore(self, now: int, folder: str, version: str) -> None:
+        """Go on with the weights of an engine whose process has ended."""
+        self._restoring = version
+        self._prepare(now, folder, [])
+
+    def _read(self, now: int, digest: str, refusal: str) -> None:
+        """The thread has read weights, or could not."""
+        reply, self._reading, self._busy = self._reading, None, False
+        restored, self._restoring = self._restoring, ""
+        if reply is None:  # nobody wants them any more
+            self._executor.drop_weights()
+        elif refusal:
+            logger.error("weights were not changed: %s", refusal)
+            reply.set_exception(ConfigError(refusal))
+        else:
+            self._digest = digest
+            reply.set_result(digest)
+            if restored:
+                self._use(now, restored, flush=True)
+
+    def _use(self, now: int, version: str, flush: bool) -> DeferredReply:
+        """Use what was prepared from the next step on. flush: whether KV of other weights is evicted."""
+        if self._digest is None:
+            raise ConfigError("no weights are ready to be used; send them again")
+        self._update = WeightsUpdated(weights_key(version, self._digest), flush)
+        self._digest, self._reply = None, DeferredReply()
+        return self._reply
+
+    def _drop(self, now: int) -> None:
+        """Free what was prepared."""
+        self._reading = self._digest = None
+        self._executor.drop_weights()
+
+    def _work(self, source: WeightSource) -> None:
+        digest = refusal = ""
+        begin_s = time.monotonic()
+        try:
+            digest = self._executor.prepare_weights(source)
+            logger.info("read new weights in %.1f s", time.monotonic() - begin_s)
+        except ConfigError as error:
+            refusal = error.message
+        except Exception as error:
+            logger.exception("new weights could not be read")
+            refusal = f"the weights could not be read: {error}"
+        self._deliver(RpcRequest(NO_REPLY, "weights_read", {"digest": digest, "refusal": refusal}))

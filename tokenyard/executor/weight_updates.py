@@ -1,0 +1,102 @@
+"""Other weights for a loaded model: they are read and checked next to those in use, and then take their place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from tokenyard.base import ConfigError, WeightSource
+from tokenyard.executor.hf_hub import resolve_model_path
+from tokenyard.executor.lora_manager import LoraManager
+from tokenyard.executor.models.model_backend import ModelBackend
+from tokenyard.executor.weights import SafetensorsFile, open_safetensors
+
+DIGEST_BYTES = 16
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to compute steps.
+
+    model: computes them, over the executor's KV pool.
+    adapters: its LoRA adapters, None if they are off.
+    """
+
+    model: ModelBackend
+    adapters: LoraManager | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where the weights of a model are.
+
+    folder: the checkpoint.
+    updates: files with tensors that replace those of the checkpoint, the latest last.
+    digest: of all of them; "" for those that the model was loaded with.
+    """
+
+    folder: Path
+    updates: tuple[SafetensorsFile, ...] = ()
+    digest: str = ""
+
+
+class WeightUpdates:
+    """Reads other weights for a model, all or nothing.
+
+    load: makes a model of a checkpoint over the executor's KV pool; raises ConfigError for one that does not fit.
+    """
+
+    def __init__(self, folder: Path, load: Callable[[Checkpoint], LoadedModel]) -> None:
+        self._load = load
+        self.current = Checkpoint(folder)
+        self._prepared: tuple[Checkpoint, LoadedModel] | None = None
+
+    def prepare(self, source: WeightSource) -> str:
+        """Read weights and check them; returns their digest. See Executor.prepare_weights."""
+        checkpoint = self._checkpoint(source)
+        self._prepared = checkpoint, self._load(checkpoint)
+        return checkpoint.digest
+
+    def take(self) -> LoadedModel:
+        """Return what was prepared, which is in use from now on."""
+        if self._prepared is None:
+            raise ConfigError("no weights are ready to be used; send them again")
+        (self.current, loaded), self._prepared = self._prepared, None
+        return loaded
+
+    def drop(self) -> None:
+        """Free what was prepared."""
+        self._prepared = None
+
+    def _checkpoint(self, source: WeightSource) -> Checkpoint:
+        folder, digest, files = self.current.folder, self.current.digest, [*self.current.updates]
+        if source.folder:
+            folder = resolve_model_path(source.folder)
+            digest, files = folder_digest(folder), []
+        for path in map(Path, source.files):
+            file = open_safetensors(path)
+            files = [before for before in files if not before.names <= file.names] + [file]
+            digest = blake2b(f"{digest}\0{file_digest(path)}".encode(), digest_size=DIGEST_BYTES).hexdigest()
+        return Checkpoint(folder, tuple(files), digest)
+
+
+def folder_digest(folder: Path) -> str:
+    """Return a digest of all that a checkpoint's weight files hold. Raises ConfigError for one that cannot be read."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for file in files:
+        digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest of a file. Raises ConfigError for one that cannot be read."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    try:
+        with path.open("rb") as content:
+            while block := content.read(BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
