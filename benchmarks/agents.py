@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,6 +31,7 @@ from tokenyard.cli.simulate import add_simulate_arguments
 from tokenyard.cli.simulation_arguments import check_arguments, load_workload, make_setup, profile_of
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.workload import Workload
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/agentic/sessions.tar.zst"
 COMMON = (
@@ -45,6 +47,9 @@ ROWS = (
     "session --radix-eviction-policy reuse",
     "fcfs --radix-eviction-policy reuse",
     "program-fcfs",
+    "continuum --radix-eviction-policy reuse",
+    "continuum --policy-options ttl_s=60 --radix-eviction-policy reuse",
+    "pause-idle --radix-eviction-policy reuse",
     "plas",
     "lpm",
     "hrrn",
@@ -68,22 +73,36 @@ class Run:
     seed: int
     common: tuple[str, ...]
 
+    @property
+    def _sessions(self) -> tuple[str, ...]:
+        """The flags that rows of one load and seed share."""
+        rate = self.load.removesuffix("/h")
+        how = "--concurrent-sessions" if rate == self.load else "--sessions-per-hour"
+        return (*self.common, how, rate, "--seed", str(self.seed))
+
     def figures(self) -> dict[str, Any]:
         """The figures of its sessions."""
-        parser = Parser()
-        add_simulate_arguments(parser)
-        how = (
-            ["--sessions-per-hour", self.load[:-2]]
-            if self.load.endswith("/h")
-            else ["--concurrent-sessions", self.load]
-        )
         words = shlex.split(self.row)
         policy = [] if words[0].startswith("-") else ["--schedule-policy", words.pop(0)]
-        args = parser.parse_strictly([*self.common, *how, "--seed", str(self.seed), *policy, *words])
-        check_arguments(args)
-        workload = load_workload(args, profile_of(args).context_length)
+        args = _arguments((*self._sessions, *policy, *words))
+        workload = _workload(self._sessions)
         outcome = simulate(workload, make_setup(args, workload, args.preset))
         return {"row": self.row, "load": self.load, "seed": self.seed, **summary(outcome)["sessions"]}
+
+
+def _arguments(words: tuple[str, ...]) -> argparse.Namespace:
+    parser = Parser()
+    add_simulate_arguments(parser)
+    args = parser.parse_strictly(list(words))
+    check_arguments(args)
+    return args
+
+
+@lru_cache(maxsize=1)
+def _workload(words: tuple[str, ...]) -> Workload:
+    """Kept for the next row, as reading the trace takes as long as a short run."""
+    args = _arguments(words)
+    return load_workload(args, profile_of(args).context_length)
 
 
 def table(load: str, rows: Sequence[str], found: dict[tuple[str, str, int], dict[str, Any]], seeds: int) -> str:

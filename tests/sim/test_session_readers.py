@@ -110,6 +110,33 @@ def test_spans_as_an_sdk_prints_them(tmp_path):
     assert workload.sessions.names == ("0xab",)
 
 
+def logged(session, begin_s, took_s, tokens, **more):
+    fields = {"session": session, "arrival_s": begin_s, "e2e_ms": 1e3 * took_s, "prompt_tokens": tokens}
+    return {"logger": "tokenyard.requests", "message": "Finish", "output_tokens": 4, "index": 0, **fields, **more}
+
+
+def test_the_log_of_a_server_as_sessions(tmp_path):
+    """Lines are written as answers end; two calls at the same time fork."""
+    lines = [
+        logged("a", 100.0, 4.0, 500),
+        logged("a", 105.0, 2.0, 700),
+        {"logger": "tokenyard.server", "message": "Listening"},
+        logged("b", 101.0, 8.0, 60),
+        logged("b", 101.0, 8.0, 60, index=1),
+        logged("a", 105.5, 3.0, 720),
+        logged("", 106.0, 3.0, 720),
+        logged("a", 109.0, 0.0, 9_000, cause="too_long"),
+        logged("a", 110.0, 1.0, 900),
+    ]
+    workload = read_trace(write_lines(tmp_path / "t.jsonl", *lines), "tokenyard-log-sessions")
+    assert workload.sessions.names == ("a", "b")
+    assert waits(workload) == [[], [0], [0], [1, 2], []]
+    assert workload.sessions.gap_s.tolist() == [0.0, 1.0, 1.5, 1.5, 0.0]
+    assert workload.sessions.reusable.tolist() == [0, 500, 700, 720, 0]
+    assert workload.sessions.start_s.tolist() == [0.0, 1.0]
+    assert any(note.startswith("2 requests without a session") for note in workload.notes)
+
+
 def test_agent_folders_repeat_the_answers_that_the_engine_gave(tmp_path):
     texts = ["you are an agent solve this", "fine then look", "result is seven now continue please go on"]
     for name in ("s1", "s2"):
@@ -159,6 +186,8 @@ def test_the_published_sessions_of_coding_agents():
             "trace id",
         ),
         ("genai-spans", [{"attributes": {}}], "holds no span"),
+        ("tokenyard-log-sessions", [{"logger": "tokenyard.requests"}], "holds no logged request"),
+        ("tokenyard-log-sessions", [{"logger": "tokenyard.requests", "session": "a"}], "arrival_s"),
     ],
 )
 def test_a_line_that_is_wrong_is_one_clear_line(tmp_path, name, lines, complaint):

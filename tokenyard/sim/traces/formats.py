@@ -18,6 +18,7 @@ from tokenyard.sim.traces.openai_jsonl import OPENAI_JSONL
 from tokenyard.sim.traces.read_options import ReadOptions
 from tokenyard.sim.traces.servegen import SERVEGEN
 from tokenyard.sim.traces.tokenyard_form import TOKENYARD, TOKENYARD_LOG
+from tokenyard.sim.traces.tokenyard_log_sessions import TOKENYARD_LOG_SESSIONS
 from tokenyard.sim.traces.trace_files import read_lines, read_members
 from tokenyard.sim.traces.trace_format import TraceFormat, record_of
 from tokenyard.sim.traces.vidur import VIDUR
@@ -28,7 +29,7 @@ LINES_CHECKED = 50
 
 FORMATS = (
     *(MOONCAKE_SESSIONS, LLMSERVINGSIM, GENAI_SPANS, BAILIAN, MOONCAKE, AZURE, BURSTGPT, VIDUR, VLLM_MEASURED),
-    *(SERVEGEN, KV_CACHE_TESTER, LMCACHE_AGENT, TOKENYARD_LOG, TOKENYARD, OPENAI_JSONL),
+    *(SERVEGEN, KV_CACHE_TESTER, LMCACHE_AGENT, TOKENYARD_LOG, TOKENYARD_LOG_SESSIONS, TOKENYARD, OPENAI_JSONL),
 )
 """In the order in which they are tried: one whose lines have the fields of another comes before that one."""
 TRACE_FORMATS = {form.name: form for form in FORMATS}
