@@ -110,6 +110,7 @@ class Continuum(ProgramFcfs):
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
         self._ttl_s = float(self.chosen["ttl_s"])
+        self._ttls: dict[Key, tuple[int, float]] = {}
         self._retained: dict[Key, int] | None = None
 
     @override
@@ -119,8 +120,16 @@ class Continuum(ProgramFcfs):
 
     @override
     def retains(self, session: SessionState, now: int) -> bool:
-        idle_ns = (session.arrived_ns or now) - session.idle_ns
-        return session.tokens > 0 and idle_ns <= self._best_ttl_s(session) * NS_PER_S
+        if not session.tokens:
+            return False
+        key = session.tenant, session.name
+        ended_ns, ttl_s = self._ttls.get(key, (0, 0.0))
+        if ended_ns != session.idle_ns:
+            if len(self._ttls) >= MAX_PROGRAMS:
+                self._ttls.clear()
+            ttl_s = self._best_ttl_s(session)
+            self._ttls[key] = session.idle_ns, ttl_s
+        return (session.arrived_ns or now) - session.idle_ns <= ttl_s * NS_PER_S
 
     @override
     def spared_tokens(self, row: int) -> int:
