@@ -181,7 +181,10 @@ def test_compare_runs_settings_side_by_side(tmp_path, capsys):
     assert list(numbers) == ["sglang-default", "fcfs"]
     assert all(one["finished"] == 60 for one in numbers.values())
     assert "sglang-default" in report.read_text()
-    assert "fcfs" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "fcfs" in shown
+    assert "columns differ in --disable-radix-cache: True for sglang-default; False for fcfs" in shown
+    assert "--schedule-policy:" not in shown
 
 
 def test_a_fleet_shows_each_of_its_workers(tmp_path, capsys):

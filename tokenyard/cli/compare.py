@@ -19,6 +19,7 @@ from tokenyard.cli.simulation_arguments import (
     check_named,
     load_workload,
     named_setup,
+    print_notes,
     print_outcomes,
     profile_of,
     progress_bar,
@@ -26,6 +27,7 @@ from tokenyard.cli.simulation_arguments import (
 )
 from tokenyard.cli.task_pool import TaskPool, add_ray_argument
 from tokenyard.cli.terminal import command_line
+from tokenyard.sim.engine.presets import differences
 from tokenyard.sim.planner.oracle_bounds import with_oracle
 from tokenyard.sim.report.comparison import write_report
 from tokenyard.sim.report.summary import fleet_summary
@@ -76,6 +78,7 @@ def run_compare(args: argparse.Namespace) -> int:
         write_report(args.report, outcomes, timelines, command=command_line())
     if not args.quiet:
         print_outcomes(numbers)
+        print_notes(f"columns differ in {one}" for one in differences({n: s.settings for n, s in setups.items()}))
         print_fleets({name: outcome for name, (outcome, _) in results.items()})
         print_seeds(seeds)
     return 0

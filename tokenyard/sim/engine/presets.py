@@ -1,11 +1,12 @@
 """Settings of other engines, as baselines in the same simulator.
 
-They are the columns of the project's reference simulation. SGLang's presets size their headroom by past outputs, where
-SGLang itself reserves a share of max_new_tokens (`headroom="ratio"` is that rule). Only lpm has a prefix cache.
+`vllm-v1` and `sglang-0.5` are today's defaults of these engines, with a prefix cache. The other ones are the columns of
+the project's reference simulation: only `sglang-lpm` has a prefix cache, and SGLang's size their headroom by past
+outputs, where SGLang itself reserves a share of max_new_tokens (`headroom="ratio"` is that rule).
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 
 from tokenyard.base import ConfigError, SchedulerSettings
 
@@ -43,6 +44,8 @@ _PRESETS: dict[str, Callable[[SchedulerSettings], SchedulerSettings]] = {
         _by_priority(_vllm(base)), retraction_policy="priority", disable_priority_preemption=True
     ),
     "sarathi": lambda base: replace(_vllm(base), chunked_prefill_size=512),
+    "vllm-v1": lambda base: replace(_vllm(base), disable_radix_cache=False),
+    "sglang-0.5": lambda base: replace(_sglang(base), disable_radix_cache=False, page_size=1, headroom="ratio"),
 }
 
 
@@ -56,6 +59,19 @@ def preset(name: str, context_length: int) -> SchedulerSettings:
     if name not in _PRESETS:
         raise ConfigError(f"there is no preset {name!r}; choose one of {', '.join(_PRESETS)}")
     return _PRESETS[name](common_settings(context_length))
+
+
+def differences(settings: Mapping[str, SchedulerSettings]) -> list[str]:
+    """The settings other than the policy and its options that differ, each with its values, as text."""
+    found = []
+    for field in fields(SchedulerSettings):
+        names: dict[str, list[str]] = {}
+        for name, one in settings.items():
+            names.setdefault(str(getattr(one, field.name)), []).append(name)
+        if len(names) > 1 and field.name not in ("schedule_policy", "policy_options"):
+            values = "; ".join(f"{value} for {', '.join(having)}" for value, having in names.items())
+            found.append(f"--{field.name.replace('_', '-')}: {values}")
+    return found
 
 
 def common_settings(context_length: int) -> SchedulerSettings:
