@@ -167,6 +167,7 @@ def test_what_a_generation_block_sets_stays_inside():
     assert render(source) == "21"
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("case", cases())
 def test_conversations_come_out_as_with_transformers(case):
     """Also those that the cases do not hold: tools and their calls, reasoning, parts, continuing."""

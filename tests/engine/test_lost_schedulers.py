@@ -202,6 +202,7 @@ def with_own_code(**settings):
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["Swallows", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Measures", "Exits"))]
 )

@@ -6,6 +6,7 @@ import tempfile
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, greedy, judge, prompt_of
 from tokenyard.executor.model_loader import load_executor
@@ -30,7 +31,7 @@ def executor(case, page_size, model_impl):
         )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @example(case="qwen3.5", page_size=1, model_impl="torch", lengths=[1], moves=[[0, 0, 0]], in_flight=1, retract_after=1)
 @given(
     case=st.sampled_from(CASES),

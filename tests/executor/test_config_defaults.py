@@ -124,6 +124,7 @@ SMALL = {
 }
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("architecture", "given"),
     [

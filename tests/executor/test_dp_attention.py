@@ -53,7 +53,7 @@ def judge(case, driver, seeds):
             assert found[position] == pytest.approx(float(expected[position - 1, known[position]]), abs=1e-4)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("case", ["llama", "llama-odd", "qwen3-moe", "gemma2", "gpt-oss"])
 def test_each_rank_answers_as_the_whole_model(folder, tmp_path, case):
     with both(folder(case), tmp_path) as ranks:

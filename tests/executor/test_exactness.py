@@ -10,7 +10,7 @@ from tokenyard.executor.attention.torch_native import MatmulAttention, SdpaAtten
 TOKENS = 10
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(make_driver, backend, case, page_size):

@@ -23,6 +23,7 @@ def test_logits_are_those_of_transformers(make_driver, case, backend):
     torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("case", EXPERT_CASES)
 def test_greedy_tokens_do_not_depend_on_the_schedule(folder, case, backend):
     torch.set_num_threads(1)

@@ -38,6 +38,7 @@ def test_long_prompts_in_chunks(make_driver, backend, case):
         assert driver.generate(driver.start(prompt), 3, chunk=chunk) == expected
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("case", ["phi3-partial-window", "gemma2", "gemma3", "gpt-oss"])
 def test_greedy_tokens_do_not_depend_on_the_schedule(folder, backend, case):
     executor = load_executor(

@@ -170,6 +170,7 @@ def test_sums_of_the_largest_numbers_are_whole(name, level, rows):
 SIZES = [(1, 256, 1), (1, 512, 67), (3, 256, 16), (9, 768, 130), (13, 256, 33), (49, 256, 47), (100, 512, 96)]
 
 
+@pytest.mark.part(4)
 @KERNELS
 @DTYPE
 @FORMAT
@@ -247,6 +248,7 @@ def test_gated_products(level, dtype, name):
 # ---- whole models ----
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["llama", "moe"])
 def test_a_model_computes_what_its_numbers_mean(models, monkeypatch, case, kind):
@@ -289,6 +291,7 @@ def test_nothing_is_rounded_but_activations(models, kind):
     assert own.abs().max() < 1.5 * by_bytes.abs().max()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("case", "kind"), [("llama", "Q4_0"), ("llama", "Q4_K_M"), ("moe", "Q8_0"), ("moe", "Q4_K_M")])
 def test_logits_are_the_same_bit_for_bit_under_every_schedule(models, case, kind, dtype):
@@ -353,6 +356,7 @@ def wide(tmp_path_factory):
     return folder
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("case", INT4_CASES)
 def test_awq_and_gptq_stay_packed(wide, tmp_path, case, caplog):
     quantized, whole = int4_checkpoint(wide, tmp_path, case)

@@ -47,7 +47,7 @@ def assert_there_and_back(source, tmp_path, kind):
     torch.testing.assert_close(found, first_logits(plain, prompt), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
 def test_the_demo_model_there_and_back(tmp_path, kind):
     assert_there_and_back(DEMO_MODEL, tmp_path, kind)
@@ -65,6 +65,7 @@ def wide_model(tmp_path_factory):
     return made
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("kind", [*SCALES_AT, *OWN_WRITERS, "TQ1_0", "TQ2_0"])
 def test_kinds_in_blocks_of_256_there_and_back(tmp_path, wide_model, kind):
     assert_there_and_back(wide_model, tmp_path, kind)

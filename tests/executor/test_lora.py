@@ -53,6 +53,7 @@ def lora_driver(make_driver, tmp_path):
     return make
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("case", ["llama", "llama-biases", "qwen3-layers", "mistral-window"])
 def test_logits_are_those_of_merged_weights(lora_driver, backend, case):
     driver, models = lora_driver(case, page_size=4, **backend)

@@ -93,7 +93,7 @@ def test_every_instruction_set_computes_adapters(folder, monkeypatch, adapters, 
         torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.part(4)
+@pytest.mark.slow
 @KERNELS
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_bfloat16_and_int8_with_adapters_are_near_float64(folder, monkeypatch, adapters, level, quantization):

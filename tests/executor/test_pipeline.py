@@ -161,6 +161,7 @@ def test_processes_with_plans_in_flight_compute_what_one_computes(stages, depth)
     assert_equal_bits(found, judged)
 
 
+@pytest.mark.slow
 def test_stages_work_ahead_of_what_is_collected(stages):
     """The first stage computes the chunks of a prompt before the first of them is collected."""
     driver = Driver(stages)

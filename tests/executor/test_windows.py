@@ -32,7 +32,7 @@ def load(folder, case, page_size, tokens, **options):
     )
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt-oss", "mistral-window", "qwen3-layers"])
 def test_greedy_tokens_are_those_of_transformers(folder, case, backend):
     """Chunked, cached, retracted and several at a time, with prompts longer than any window."""

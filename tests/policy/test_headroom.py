@@ -113,6 +113,7 @@ def test_every_headroom_drains_a_pool_that_is_too_small(headroom):
     assert yard.scheduler.idle() is None
 
 
+@pytest.mark.slow
 def test_headroom_spares_retractions():
     retracted = {}
     for headroom in ("none", "history", "past-future", "limit"):

@@ -50,5 +50,6 @@ def test_limit_retracts_no_request(part):
         assert retracted(sharing(seed), "limit") == 0, f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_the_same_programs_retract_requests_without_it():
     assert sum(retracted(sharing(seed), "none") for seed in range(12)) > 3

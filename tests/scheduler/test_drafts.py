@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.examples import ALL
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import Cancel, Pause, Resume, SamplingParams, SchedulerSettings, StopFound, TenantSettings
 from tokenyard.cost import LinearCost, LinearTerms
@@ -126,7 +127,7 @@ def watch_retractions(state):
     return seen
 
 
-@pytest.mark.part(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_pages_of_wrong_drafts_are_there_for_other_rows(depth):
     """Only the first request has drafts; the second, short one must not lose its place to them."""
@@ -205,8 +206,9 @@ def test_a_request_sinks_as_fast_with_drafts_as_without():
 def test_random_events_lose_no_page(depth):
     rng = random.Random(depth)
     yard = make_yard(5, 0.7, depth, 20, 4, headroom="none")
-    for turn in range(500):
-        if turn < 450 and rng.random() < 0.2:
+    turns = 500 if ALL else 200
+    for turn in range(turns):
+        if turn < turns - 50 and rng.random() < 0.2:
             submit_some(yard, seed=turn)
         number = rng.randint(1, 12 * (turn + 1))
         happens = rng.random()

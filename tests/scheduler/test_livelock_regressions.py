@@ -193,6 +193,7 @@ def claimed(**settings):
     return yard
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("policy", ["fcfs", "vtc"])
 def test_a_claim_ends_when_its_owner_cannot_start(policy):
     yard = claimed(schedule_policy=policy)

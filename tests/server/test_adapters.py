@@ -23,6 +23,7 @@ WAYS = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [ADAPTER, f"fake:{ADAPTER}", f"default:{ADAPTER}"])
 def test_model_names_an_adapter_on_every_way_in(server, way, model):

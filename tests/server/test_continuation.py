@@ -173,6 +173,7 @@ def add_tokens(outputs: list[list[int]], event: Any) -> bool:
     return any("token_ids" in part for part in parts)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_stream_cut_anywhere_is_completed(start, name):
     form = FORMS[name]

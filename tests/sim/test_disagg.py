@@ -146,7 +146,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(10)
 @pytest.mark.parametrize("mode", ["decode", "both"])
 @pytest.mark.parametrize("what", FAULTS)
 def test_whatever_fails_every_answer_is_whole(what, mode):
@@ -161,6 +161,7 @@ def test_whatever_fails_every_answer_is_whole(what, mode):
         assert failed
 
 
+@pytest.mark.slow
 def test_a_run_with_faults_repeats_itself():
     traffic = synthetic("shared-prefix", 80, 40.0, seed=3)
     disagg = DisaggSettings(2, link_gbit=10.0, lost=0.1, doubled=0.1, terms=SHORT)

@@ -88,7 +88,7 @@ def test_the_time_of_a_draft_model_counts():
     assert slowed.sim_seconds - quick.sim_seconds == pytest.approx(9.0, abs=1.1)
 
 
-@pytest.mark.part(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"max_in_flight": 2}, {"schedule_policy": "slo"}])
 def test_a_run_is_the_same_again_and_its_tape_replays(settings):
     requests = synthetic("tenants", 60, 20.0, 1)
@@ -122,6 +122,7 @@ def test_numbers_that_cannot_be_are_refused(wrong):
         Speculation(**{"tokens": 4, **wrong})
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_acceptance_recorded_on_a_tape_serves_the_same_requests_alike(overlap):
     """Each request has its own rate, so that the mean alone would not do."""

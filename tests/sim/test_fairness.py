@@ -36,7 +36,7 @@ def test_the_gap_counts_from_when_both_wait():
 
 
 def test_fair_order_keeps_the_gap_small():
-    traffic = synthetic("tenants", 400, 100.0)
+    traffic = synthetic("tenants", 200, 100.0)
     kv_pool_tokens = 60_000
     largest = {}
     for policy in ("fcfs", "vtc"):

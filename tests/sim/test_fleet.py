@@ -201,7 +201,7 @@ def test_a_queue_over_time_is_its_largest_in_each_part():
 RATE, BURST = 2000.0, 1000
 
 
-@pytest.mark.part(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dp_aware", [True, False])
 def test_a_rate_is_that_of_the_engine_and_not_of_each_rank(dp_aware):
     traffic = synthetic("tenants", 80, 100.0, seed=1)

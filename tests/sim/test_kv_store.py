@@ -104,7 +104,7 @@ def test_a_second_hit_is_stored_where_the_policy_says_so():
     assert 0 < stored["write_through_selective"] < stored["write_through"]
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(8)
 @pytest.mark.parametrize(
     "changes",
     [

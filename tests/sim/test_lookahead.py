@@ -69,6 +69,7 @@ def busy():
     return Yard(plain(500, 30.0, 1), 15.0)
 
 
+@pytest.mark.slow
 def test_a_forecast_repeats_and_another_seed_draws_another_future(busy):
     names = ["fcfs", "slo"]
     first = busy.look(names=names)

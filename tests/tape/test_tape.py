@@ -211,7 +211,7 @@ def load(yard, requests=24):
     yard.run(2)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_replays_and_so_does_a_learning_cost_model(policy):
     info = small_info()
