@@ -47,6 +47,7 @@ def test_simulate_writes_numbers_report_and_steps(tmp_path, capsys):
     assert "SLO attainment" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_adaptive_reports_its_changes_and_refuses_wrong_candidates(tmp_path):
     out, words = tmp_path / "o.json", ["--schedule-policy", "adaptive", "--policy-options"]
     rush = ["--synthetic", "plain", "--request-rate", "30", "--limit", "400", "--quiet"]

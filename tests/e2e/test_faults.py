@@ -77,6 +77,7 @@ def test_a_full_queue_refuses_with_retry_after():
     assert outcome.exit_status == 0
 
 
+@pytest.mark.slow
 def test_a_small_pool_loses_no_request():
     outcome = faults.small_pool(STREAMS)
     assert outcome.ends == {"done": STREAMS}

@@ -50,7 +50,7 @@ def last_logits(executor, prompt, chunk=None):
     return ticket.logits[0].double()
 
 
-@pytest.mark.part(8)
+@pytest.mark.part(16)
 @pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
 @pytest.mark.parametrize("case", ["llama", "llama-odd", "qwen2-window", "qwen3"])
 @pytest.mark.parametrize("chunk", [None, 1], ids=["prefill", "decode"])

@@ -103,6 +103,7 @@ def gap_after(ranks, seconds):
     return abs(ranks.served(greedy) - ranks.served(modest) - before)
 
 
+@pytest.mark.slow
 def test_the_service_of_a_tenant_at_all_ranks_decides_who_is_next():
     """The first rank is left to the tenant that has no other, so both get the same, as the bound of vtc has it."""
     settings = {"schedule_policy": "vtc", "policy_options": {"saved_tokens": 0}, "pages": 10**4, "rows": 4}

@@ -88,6 +88,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent():
     run(main())
 
 
+@pytest.mark.slow
 def test_a_body_of_100_mb_goes_through_where_it_may():
     async def main():
         async with FakeWorker() as worker, routing(worker, max_body_mb=120) as (_, client):

@@ -291,6 +291,7 @@ def test_adaptive_changes_when_traffic_shifts():
     assert outcome.met.mean() > fcfs.met.mean() + 0.1
 
 
+@pytest.mark.slow
 def test_a_tape_of_adaptive_replays_without_looking_ahead():
     sink = io.BytesIO()
     outcome = adaptive(plain(300, 30.0, 1), sink)
@@ -310,6 +311,7 @@ def test_adaptive_begins_with_its_first_candidate_and_serves_after_idle_times():
     assert outcome.switches == []
 
 
+@pytest.mark.slow
 def test_every_replica_looks_ahead_for_itself():
     chosen = {"schedule_policy": "adaptive", "policy_options": {"interval_s": 2.0, "among": "fcfs+slo"}}
     outcome = simulate(plain(500, 60.0, 1), setup("vllm-default", chosen, replicas=2))

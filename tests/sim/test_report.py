@@ -161,6 +161,7 @@ def test_goodput_curves_have_a_line_per_setting(tmp_path):
     assert "<td class=best>1.25 (6.91)</td><td>1.00 (5.53)</td>" in page
 
 
+@pytest.mark.slow
 def test_a_long_timeline_is_thinned_out_evenly():
     timeline = Timeline()
     simulate(synthetic("plain", 300, 2.0), setup(), timeline)

@@ -113,6 +113,7 @@ def test_first_tokens_are_seen_when_they_arrive(monkeypatch):
     assert (outcome.first_token_ns > outcome.admitted_ns).all()
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("router", ["predicted_ttft", "cache_aware"])
 def test_prompts_that_never_begin_alike_need_not_be_compared(router):
     traffic = synthetic("plain", 60, 40.0, seed=3)
