@@ -28,7 +28,9 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3-moe",
+    "Qwen3NextForCausalLM": "qwen3-next",
     "Qwen3_5ForCausalLM": "qwen3.5",
+    "Qwen3_5MoeForCausalLM": "qwen3.5-moe",
     "Phi3ForCausalLM": "phi3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
@@ -63,7 +65,11 @@ REFUSED_BY_TRANSFORMERS = {
 } | {("Gemma3ForCausalLM", "both-ages")}
 NO_SUCH_MODELS = {
     # Its heads of 2 are rotated by a quarter, and no layer has a window.
-    *(("Qwen3_5ForCausalLM", given) for given in ("longrope", "longrope-outside", "windows-everywhere")),
+    *(
+        (family, given)
+        for family in ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+        for given in ("longrope", "longrope-outside", "windows-everywhere")
+    ),
 }
 
 

@@ -147,9 +147,26 @@ def test_the_text_part_of_a_vision_model(folder, tmp_path):
     assert driver.generate(driver.start(prompt), TOKENS) == greedy("qwen3.5", prompt, TOKENS)
 
 
+def test_experts_in_one_tensor_per_layer(folder, tmp_path):
+    """As the released checkpoints of Qwen3.5 have them; transformers writes a tensor per expert."""
+    source = Path(folder("qwen3.5-moe"))
+    tensors = load_file(source / "model.safetensors")
+    for layer in range(5):
+        prefix, parts = f"model.layers.{layer}.mlp.experts.", ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(7)]) for part in parts
+        )
+        tensors |= {prefix + "gate_up_proj": torch.cat((gate, up), dim=1), prefix + "down_proj": down}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    driver, prompt = Driver(load_executor(str(tmp_path), device=DEVICE, dtype="float32")), prompt_of(20, seed=1)
+    assert driver.generate(driver.start(prompt), TOKENS) == greedy("qwen3.5-moe", prompt, TOKENS)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
         ({"layer_types": ["linear_attention"] * 5}, "names no full_attention"),
         ({"layer_types": ["sliding_attention"] * 5}, "must name full_attention or linear_attention for 5 layers"),
         ({"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads"),

@@ -13,9 +13,11 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCAB = 199
@@ -180,6 +182,13 @@ QWEN3_5 = {
     "full_attention_interval": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
 }
+QWEN3_5_MOE = {
+    **QWEN3_5,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+}
 STATE_CASES = {
     "qwen3.5": (Qwen3_5TextConfig, QWEN3_5),
     "qwen3.5-odd": (
@@ -189,6 +198,15 @@ STATE_CASES = {
             **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
             **{"num_hidden_layers": 4, "tie_word_embeddings": True, "attention_bias": True},
             "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, {**QWEN3_5_MOE, "norm_topk_prob": False}),
+    "qwen3-next": (
+        Qwen3NextConfig,
+        {
+            **QWEN3_5_MOE,
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_hidden_layers": 4},
+            **{"full_attention_interval": 2, "norm_topk_prob": False, "mlp_only_layers": [1]},
         },
     ),
 }

@@ -122,6 +122,10 @@ class SafetensorsWeights:
             raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}, but config.json names no quantization")
         return self.convert(tensor)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._file_of
+
     def parts(self, prefix: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return those of the tensors `prefix + name` that there are, by name, as the file has them."""
         return {name: self._read(prefix + name) for name in names if prefix + name in self._file_of}

@@ -53,6 +53,20 @@ class GatedMlp:
         return self.down(self._gated(gate, up))
 
 
+class SharedExpert:
+    """Experts, and one more that every token goes to, weighted by a sigmoid gate (Qwen2-MoE).
+
+    gate: the product from the hidden size to one number.
+    """
+
+    def __init__(self, routed: Product, shared: GatedMlp, gate: Product) -> None:
+        self._routed, self._shared, self._gate = routed, shared, gate
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
+        return self._routed(x) + self._gate(x).sigmoid() * self._shared(x)
+
+
 class SparseMoe:
     """A mixture of experts: each token goes to the `active` experts that the router scores best.
 

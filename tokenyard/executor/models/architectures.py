@@ -45,6 +45,12 @@ def _qwen3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def _qwen3_moe(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    # Unlike Qwen3, every layer has the window, if any.
+    windows = _layer_windows({**raw, "layer_types": None}, _qwen_window(raw), full_layers=0)
+    return replace(_qwen3(config, raw), experts=_qwen_experts(raw), windows=windows)
+
+
+def _qwen_experts(raw: RawConfig) -> MoeConfig:
     count = raw.get("num_experts") or positive(raw, "num_local_experts")
     step = int(raw.get("decoder_sparse_step", 1))
     dense = set(raw.get("mlp_only_layers") or [])
@@ -52,20 +58,19 @@ def _qwen3_moe(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     active = positive(raw, "num_experts_per_tok")
     if not isinstance(count, int) or not 1 <= active <= count or step < 1:
         raise ConfigError(f"config.json: {active} of {count} experts every {step} layers make no sense")
-    experts = MoeConfig(
+    return MoeConfig(
         count=count,
         active=active,
         intermediate_size=positive(raw, "moe_intermediate_size"),
         normed=bool(raw.get("norm_topk_prob", False)),
         layers=frozenset(layer for layer in layers if (layer + 1) % step == 0),
     )
-    # Unlike Qwen3, every layer has the window, if any.
-    windows = _layer_windows({**raw, "layer_types": None}, _qwen_window(raw), full_layers=0)
-    return replace(_qwen3(config, raw), experts=experts, windows=windows)
 
 
-def _qwen3_next(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+def _qwen3_5(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen3-Next and Qwen3.5: most layers have a gated delta net, the others attention with an output gate."""
+    if not raw.get("attn_output_gate", True):
+        raise ConfigError("config.json: attn_output_gate false is not supported; this family has the gate")
     layers = _layers(raw)
     every = int(raw.get("full_attention_interval") or 4)
     kinds = raw.get("layer_types") or [
@@ -98,6 +103,17 @@ def _qwen3_next(config: ModelConfig, raw: RawConfig) -> ModelConfig:
         output_gate=True,
         delta_net=net if net.layers else None,
     )
+
+
+def _qwen3_next(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    shared = positive(raw, "shared_expert_intermediate_size")
+    return replace(_qwen3_5(config, raw), experts=replace(_qwen_experts(raw), shared_size=shared))
+
+
+def _qwen3_5_moe(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    # Every layer has experts, whose weights sum to one, whatever the fields of Qwen3-Next say.
+    fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None}
+    return _qwen3_next(config, {**raw, **fixed})
 
 
 def _phi3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -196,7 +212,9 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
-    "Qwen3_5ForCausalLM": _qwen3_next,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
     "Phi3ForCausalLM": _phi3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
@@ -220,13 +238,16 @@ _DELTA_NET: RawConfig = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_SHARED_EXPERT: RawConfig = {"num_key_value_heads": 2, "shared_expert_intermediate_size": 512}
 DEFAULTS: dict[str, RawConfig] = {
     "LlamaForCausalLM": {"eos_token_id": 2},
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
     "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "Qwen3NextForCausalLM": {**_DELTA_NET, **_SHARED_EXPERT, "norm_topk_prob": True},
     "Qwen3_5ForCausalLM": {**_DELTA_NET, "num_key_value_heads": 4},
+    "Qwen3_5MoeForCausalLM": {**_DELTA_NET, **_SHARED_EXPERT},
     "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "eos_token_id": 32_000},
     "Gemma2ForCausalLM": {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     # The files of the larger models omit the fields that these models have in common.
@@ -257,6 +278,9 @@ DEFAULTS: dict[str, RawConfig] = {
 The sizes that make up a model have no defaults here: a file without them is refused.
 """
 
+FFN_SIZE = {"Qwen3_5MoeForCausalLM": "moe_intermediate_size"}
+"""The field for the size of an MLP in families that have experts in all layers, and so no intermediate_size."""
+
 STATES_SCALED_CONTEXT = frozenset({"Gemma3ForCausalLM"})
 """Families whose max_position_embeddings holds the context after scaling, whatever the kind of rope."""
 
@@ -265,7 +289,6 @@ _LATENT = f"its attention keeps one latent vector a token (MLA) {_NO_POOL}"
 _STATES = f"its layers keep states {_NO_POOL}"
 _UNEQUAL = "its layers have keys and values of unequal shapes or share them, and the KV pool has one shape"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("Qwen3Next", "Qwen3_5Moe"), "its experts are not built; Qwen3.5's dense models are"),
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "DeepseekV32", "KimiK25", "Glm4MoeLite", "MiniCPM3"), _LATENT),
     **dict.fromkeys(("Mamba", "Mamba2", "FalconH1", "Jamba", "Bamba", "GraniteMoeHybrid", "NemotronH"), _STATES),
     **dict.fromkeys(("Gemma4", "Gemma3n"), _UNEQUAL),

@@ -45,6 +45,7 @@ class MoeConfig:
     normed: whether the weights of the chosen experts sum to one.
     layers: the layers that have experts; the others have an MLP.
     bias: whether router and experts have biases.
+    shared_size: intermediate size of an expert that every token goes to, with a sigmoid gate; 0 for none.
     """
 
     count: int
@@ -53,6 +54,7 @@ class MoeConfig:
     normed: bool
     layers: frozenset[int]
     bias: bool = False
+    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.delta_net import DeltaNetWeights, GatedDeltaNet
 from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
-from tokenyard.executor.layers.mlp import GatedMlp, SparseMoe, gating
+from tokenyard.executor.layers.mlp import GatedMlp, SharedExpert, SparseMoe, gating
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.layers.rotary import Rotary, rotate
@@ -272,7 +272,12 @@ def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeEx
     if config.experts is None or index not in config.experts.layers:
         prefix = f"model.layers.{index}.mlp"
         return _gated_mlp(config, weights, prefix, config.intermediate_size, config.mlp_bias)
-    return make_experts(config, weights, index)
+    routed, shared = make_experts(config, weights, index), config.experts.shared_size
+    if not shared:
+        return routed
+    prefix = f"model.layers.{index}.mlp"
+    gate = _fused(weights, {f"{prefix}.shared_expert_gate": 1}, config.hidden_size, False)
+    return SharedExpert(routed, _gated_mlp(config, weights, f"{prefix}.shared_expert", shared, False), gate)
 
 
 def _experts(config: ModelConfig, weights: Weights, index: int) -> SparseMoe:

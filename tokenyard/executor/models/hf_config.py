@@ -6,6 +6,7 @@ from tokenyard.base import ConfigError
 from tokenyard.executor.models.architectures import (
     ARCHITECTURES,
     DEFAULTS,
+    FFN_SIZE,
     STATES_SCALED_CONTEXT,
     RawConfig,
     positive,
@@ -20,6 +21,7 @@ MAX_LAYERS = 10_000
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 """The language model of each architecture that also reads images."""
 OUTER_FIELDS = ("eos_token_id", "quantization_config", "dtype", "torch_dtype")
@@ -60,7 +62,7 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         architecture=architecture,
         vocab_size=positive(raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=positive(raw, "intermediate_size"),
+        intermediate_size=positive(raw, FFN_SIZE.get(architecture, "intermediate_size")),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,

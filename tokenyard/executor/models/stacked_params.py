@@ -17,6 +17,7 @@ from tokenyard.executor.quantized import QuantizedWeights, mxfp4
 from tokenyard.executor.weights import SafetensorsWeights, Weights
 
 _LAYER_PART = re.compile(r"(model\.layers\.\d+\.)(self_attn\.[qkv]_proj|mlp\.(?:gate|up)_proj)(\.weight|\.bias)")
+_DELTA_INPUT = re.compile(r"(model\.layers\.\d+\.linear_attn\.in_proj_)(qkv|z|b|a)\.weight")
 MXFP4 = FORMATS["MXFP4"]
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
@@ -36,12 +37,23 @@ def checkpoint_weights(
             method = quantization.get("quant_method")
             raise ConfigError(f"config.json: quantization {method!r} of gpt-oss is not supported, only mxfp4 or none")
         return StackedExperts(config, files, packed=bool(quantization))
+    if config.experts is not None and _has_stacked_experts(config, files):
+        if quantization:
+            raise ConfigError("config.json: quantization of experts that are stored as one tensor is not supported")
+        return cut_out(config, FusedExperts(config, files))
     whole = QuantizedWeights(files, quantization, unpacked) if quantization else files
     return cut_out(config, whole)
 
 
+def _has_stacked_experts(config: ModelConfig, files: SafetensorsWeights) -> bool:
+    assert config.experts is not None
+    return any(f"model.layers.{layer}.mlp.experts.gate_up_proj" in files for layer in config.experts.layers)
+
+
 def cut_out(config: ModelConfig, whole: Weights) -> Weights:
-    """Return the decoder's products of what a family stores as one (Phi-3)."""
+    """Return the decoder's products of what a family stores as one (Phi-3, Qwen3-Next)."""
+    if config.architecture == "Qwen3NextForCausalLM":
+        return InterleavedDeltaNet(config, whole)
     return StackedProjections(config, whole) if config.architecture == "Phi3ForCausalLM" else whole
 
 
@@ -87,6 +99,51 @@ class StackedProjections:
         if whole is None:
             return None
         return PackedRows(whole.format, shape, lambda: whole.read()[first : first + shape[0]], whole.order)
+
+
+class InterleavedDeltaNet:
+    """See Weights. The inputs of a gated delta net are two tensors whose rows are ordered by key head (Qwen3-Next)."""
+
+    def __init__(self, config: ModelConfig, source: Weights) -> None:
+        net = config.delta_net
+        self._source, self._net = source, net
+        if net is not None:
+            each = net.value_heads // net.key_heads
+            values = each * net.value_dim
+            self._sizes = {"qkvz": [net.key_dim, net.key_dim, values, values], "ba": [each, each]}
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights."""
+        match = _DELTA_INPUT.fullmatch(name)
+        if match is None or self._net is None:
+            return self._source.get(name, shape)
+        layer, part = match.groups()
+        stored = "qkvz" if part in ("qkv", "z") else "ba"
+        sizes, heads = self._sizes[stored], self._net.key_heads
+        whole = self._source.get(f"{layer}{stored}.weight", (heads * sum(sizes), shape[1]))
+        parts = torch.split(whole.view(heads, sum(sizes), shape[1]), sizes, dim=1)
+        wanted = {"qkv": parts[:3], "z": parts[3:], "b": parts[:1], "a": parts[1:]}[part]
+        return torch.cat([each.flatten(0, 1) for each in wanted])
+
+
+class FusedExperts:
+    """See Weights. The experts of a layer lie in two tensors, gate and up of each one after the other (Qwen3.5)."""
+
+    def __init__(self, config: ModelConfig, source: SafetensorsWeights) -> None:
+        assert config.experts is not None
+        self._source, self._experts = source, config.experts
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights."""
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            return self._source.get(name, shape)
+        layer, expert, part, _ = match.groups()
+        gated = part != "down"
+        stored, rows = (f"{layer}gate_up_proj", 2 * shape[0]) if gated else (f"{layer}down_proj", shape[0])
+        first = int(expert)
+        found = self._source.get(stored, (self._experts.count, rows, shape[1]), (0, first, first + 1))[0]
+        return found[shape[0] :] if part == "up" else found[: shape[0]]
 
 
 class StackedExperts:
