@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from tests.e2e.servers import Server
 from tests.executor.tiny_models import judge
@@ -194,3 +194,70 @@ def test_a_process_that_restarts_gets_the_weights_again(server, models):
     answer = ask(server)
     assert answer["output_ids"] == greedy_over([(b, 8)], PROMPT)
     assert answer["meta_info"]["weight_version"] == "kept"
+
+
+def send(server, tensors, query="", path=None):
+    """Send tensors as the body, or as a file at `path`."""
+    if path is not None:
+        save_file(tensors, path)
+        return post(f"{server.url}/update_weights_from_tensor{query}", {"path": str(path)})
+    headers = {"content-type": "application/octet-stream"}
+    request = urllib.request.Request(f"{server.url}/update_weights_from_tensor{query}", save(tensors), headers)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_tensors_that_a_trainer_sends(server, models, tmp_path):
+    (a, b), root = models[0].values(), models[1]
+    assert update(server, root / "a", weight_version="base")[0] == 200
+    tensors = load_file(root / "b" / "model.safetensors")
+    names = sorted(tensors)
+    first, second = ({name: tensors[name] for name in part} for part in (names[:9], names[9:]))
+    status, answer = send(server, first, "?flush_cache=false")
+    assert (status, answer["success"]) == (200, True)
+    assert ask(server)["output_ids"] == greedy_over([(a, 8)], PROMPT), "a part alone changes nothing"
+    assert send(server, second, "?weight_version=sent", tmp_path / "shared")[1]["weight_version"] == "sent"
+    assert ask(server)["output_ids"] == greedy_over([(b, 8)], PROMPT)
+    # One tensor of a product that is computed with others.
+    name = "model.layers.1.self_attn.k_proj.weight"
+    changed = another(b, 0)
+    changed.load_state_dict(tensors | {name: 2 * tensors[name]}, strict=False)
+    assert send(server, {name: 2 * tensors[name]})[0] == 200
+    assert ask(server)["output_ids"] == greedy_over([(changed, 8)], PROMPT)
+    status, rows = post(f"{server.url}/get_weights_by_name", {"name": name, "truncate_size": 2})
+    assert status == 200, rows
+    assert torch.equal(torch.tensor(rows), 2 * tensors[name][:2])
+    assert post(f"{server.url}/get_weights_by_name", {"name": "no.such"})[1]["error"]["param"] == "name"
+
+
+def test_tensors_that_do_not_fit_change_nothing(server, models, tmp_path):
+    a, root = models[0]["a"], models[1]
+    assert update(server, root / "a", weight_version="good")[0] == 200
+    name = "model.norm.weight"
+    for tensors, says in (
+        ({"no.such.weight": torch.ones(3)}, "no tensor 'no.such.weight'"),
+        ({name: torch.ones(3)}, "has shape (3,)"),
+        ({name: torch.full((48,), torch.inf)}, "NaN or infinite"),
+    ):
+        # What is sent with tensors that do not fit is dropped with them.
+        assert send(server, {name: torch.zeros(48)}, "?flush_cache=false")[0] == 200
+        status, answer = send(server, tensors)
+        assert (status, answer["success"]) == (400, False)
+        assert says in answer["message"]
+    for body, param in (
+        ({"serialized_named_tensors": ["gASV"]}, "serialized_named_tensors"),
+        ({}, "path"),
+        ({"path": str(tmp_path / "nothing")}, "path"),
+    ):
+        status, answer = post(f"{server.url}/update_weights_from_tensor", body)
+        assert (status, answer["error"]["param"]) == (400, param)
+    for data in (b"", b"no file", save({name: torch.zeros(48)})[:-4]):
+        headers = {"content-type": "application/octet-stream"}
+        request = urllib.request.Request(f"{server.url}/update_weights_from_tensor", data, headers)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(request)
+    answer = ask(server)
+    assert (answer["meta_info"]["weight_version"], answer["output_ids"]) == ("good", greedy_over([(a, 8)], PROMPT))

@@ -17,6 +17,8 @@ ADMIN_PATHS = frozenset(
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/get_weights_by_name",
         "/pause",
         "/resume",
         "/v1/scheduler",

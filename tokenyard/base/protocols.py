@@ -164,6 +164,12 @@ class Executor(Protocol):
     def drop_weights(self) -> None:
         """Free weights that were prepared and are not wanted; nothing happens if there are none."""
 
+    def weight(self, name: str, rows: int) -> Any:
+        """The first `rows` rows of the tensor of this name in the checkpoint in use, as nested lists of numbers.
+
+        Raises ConfigError if there is none.
+        """
+
     def pieces(self, pages: Int32Array) -> KvPieces:
         """The addresses of the KV of pages (int32[n]), for transfer and stores. Steps in flight may still write it."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +190,10 @@ class MockExecutor:
 
     def drop_weights(self) -> None:
         """Do nothing: there is nothing to free."""
+
+    def weight(self, name: str, rows: int) -> Any:
+        """Raises ConfigError: there are no tensors."""
+        raise ConfigError(f"the model has no tensor {name!r}")
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Return where the marks of pages lie; without `check_kv` there are none, and pages have no pieces."""

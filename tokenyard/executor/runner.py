@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,6 +207,12 @@ class ModelExecutor:
         """Free weights that were prepared; see Executor."""
         if self.weight_updates is not None:
             self.weight_updates.drop()
+
+    def weight(self, name: str, rows: int) -> Any:
+        """Return rows of a tensor of the checkpoint in use; see Executor."""
+        if self.weight_updates is None:
+            raise ConfigError("tensors of a model over several ranks cannot be read yet")
+        return self.weight_updates.rows(name, rows)
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the KV of pages lies; see Executor. Raises ConfigError for a model with recurrent states."""

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tokenyard.base import ConfigError, WeightSource
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.lora_manager import LoraManager
 from tokenyard.executor.models.model_backend import ModelBackend
-from tokenyard.executor.weights import SafetensorsFile, open_safetensors
+from tokenyard.executor.weights import SafetensorsFile, SafetensorsWeights, open_safetensors
 
 DIGEST_BYTES = 16
 BLOCK_BYTES = 1 << 20
@@ -64,6 +67,11 @@ class WeightUpdates:
             raise ConfigError("no weights are ready to be used; send them again")
         (self.current, loaded), self._prepared = self._prepared, None
         return loaded
+
+    def rows(self, name: str, rows: int) -> Any:
+        """Return the first rows of a tensor of the checkpoint in use; see Executor.weight."""
+        files = SafetensorsWeights(self.current.folder, torch.device("cpu"), torch.float32, self.current.updates)
+        return files.stored(name)[:rows].float().tolist()
 
     def drop(self) -> None:
         """Free what was prepared."""

@@ -84,12 +84,15 @@ class SafetensorsWeights:
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
-        for path in _shards(folder):
+        updates = tuple(updates)
+        # A model that began with random weights may get all of its tensors as updates.
+        shards = _shards(folder) if not updates or any(folder.glob("*.safetensors")) else []
+        for path in shards:
             # One handle per shard for the whole load, because opening a file parses its header.
             self._add(open_safetensors(path))
         for file in updates:
             unknown = sorted(name for name in file.names - self._file_of.keys() if not _may_be_extra(name))
-            if unknown:
+            if shards and unknown:
                 more = f" and {len(unknown) - 1} more tensors" if len(unknown) > 1 else ""
                 raise ConfigError(f"the model has no tensor {unknown[0]!r}{more}")
             self._add(file)
@@ -105,7 +108,8 @@ class SafetensorsWeights:
         """Return a tensor as the files have it. Raises ConfigError if there is none of this name."""
         if name not in self._file_of:
             raise ConfigError(f"the model has no tensor {name!r}")
-        return self._read(name)
+        found = self._read(name)
+        return found if found.dim() else found[None]
 
     def get(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> torch.Tensor:
         """Return the tensor `name`; see Weights. cut: axis, first and end of the part to read; None for all."""

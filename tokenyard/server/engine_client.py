@@ -12,7 +12,7 @@ from tokenyard.base import AbortCause, Explanation, Int32Array, PauseMode, Sessi
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
 from tokenyard.engine.frontend.paused_requests import PausedRequests
 from tokenyard.engine.frontend.streams import Ended, Reader
-from tokenyard.engine.frontend.weight_updates import WeightUpdate
+from tokenyard.engine.frontend.weight_updates import WeightUpdate, WeightUpdates
 
 
 class LoraAdapterView(Protocol):
@@ -140,6 +140,13 @@ class ControlClient(Protocol):
         """Change the weights, in all ranks or in none; returns their version. Raises ConfigError for weights that do
         not fit or are damaged.
         """
+
+    @property
+    def weights(self) -> WeightUpdates:
+        """Files of tensors that are sent, and those that wait to be used."""
+
+    async def weight(self, name: str, rows: int) -> Any:
+        """The first `rows` rows of a tensor as nested lists. Raises ConfigError if there is none of this name."""
 
     async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
         """Change the scheduling policy. Raises ConfigError for an unknown policy or option."""

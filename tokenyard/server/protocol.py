@@ -339,6 +339,36 @@ class UpdateWeightsFromDisk:
 
 
 @dataclass(kw_only=True)
+class UpdateWeightsFromTensor:
+    """`POST /update_weights_from_tensor` with a JSON body; a safetensors body has these as query parameters.
+
+    path: a safetensors file as the server sees it, such as one in /dev/shm. It is copied.
+    flush_cache: `false` says that more tensors follow, which are used together with these.
+    serialized_named_tensors: SGLang's pickled tensors, which are refused.
+    load_format, torch_empty_cache: SGLang's.
+    """
+
+    path: str | None = None
+    weight_version: str | None = None
+    flush_cache: bool | None = None
+    abort_all_requests: bool | None = None
+    load_format: str | None = None
+    torch_empty_cache: bool | None = None
+    serialized_named_tensors: Any = None
+
+
+@dataclass(kw_only=True)
+class GetWeightsByName:
+    """`POST /get_weights_by_name`.
+
+    truncate_size: how many rows of the tensor.
+    """
+
+    name: str
+    truncate_size: int | None = None
+
+
+@dataclass(kw_only=True)
 class ResumeRequest:
     """`POST /v1/requests/{id}/resume`, for a request that was paused before the engine ended.
 

@@ -111,8 +111,12 @@ class ServerState:
 
     @property
     def boot_id(self) -> str:
-        """Changes whenever a prefix cache is lost: when the server restarts, and when a scheduler does."""
-        return f"{self._started_as}-{self._engine.lost_schedulers() if self._engine is not None else 0}"
+        """Changes whenever a prefix cache is lost: when the server restarts, when a scheduler does, and when the
+        weights change.
+        """
+        if self._engine is None:
+            return f"{self._started_as}-0"
+        return f"{self._started_as}-{self._engine.lost_schedulers()}{self._engine.weight_version}"
 
     def start_draining(self) -> None:
         """Refuse new requests; open ones continue."""

@@ -289,7 +289,8 @@ class TokenizerManager:
             self.ranks.pause(Pause(mode))
 
     async def continue_(self) -> None:
-        """Go on after `pause`."""
+        """Go on after `pause`, with tensors that were staged. Raises what `WeightUpdates.use_staged` raises."""
+        await self.weights.use_staged()
         async with self.weights.lock:
             self.ranks.pause(Resume())
 
@@ -306,6 +307,11 @@ class TokenizerManager:
     async def update_weights(self, update: WeightUpdate) -> str:
         """Change the weights, in all schedulers or in none; returns their version. See WeightUpdates.update."""
         return await self.weights.update(update)
+
+    async def weight(self, name: str, rows: int) -> Any:
+        """The first `rows` rows of a tensor as nested lists. Raises ConfigError if there is none of this name."""
+        found = await self.ranks.call("weight", Any, tensor=name, rows=rows)
+        return found[0]
 
     async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
         """Order the queue by another policy. Raises ConfigError, and nothing changes, if that cannot be."""
@@ -355,5 +361,6 @@ class TokenizerManager:
     async def close(self, reason: str = "the server is shutting down") -> None:
         """End what is open with EngineDeadError for this reason, and close the link."""
         self.failover.end_all(reason)
+        self.weights.close()
         await self.outputs.close()
         self._link.close()

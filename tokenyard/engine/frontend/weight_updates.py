@@ -4,10 +4,12 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenyard.base import TokenyardError, WeightSource
 from tokenyard.engine.frontend.data_parallel_controller import DataParallelController
 from tokenyard.engine.frontend.scheduler_client import SchedulerClient
+from tokenyard.engine.frontend.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +35,15 @@ class WeightUpdate:
 class WeightUpdates:
     """Used from one event loop. `lock` is held while weights change, so that no pause begins or ends meanwhile.
 
+    files: where tensors are kept that were sent.
     version: of the weights in use, "" for those that the engine started with.
     """
 
     def __init__(self, ranks: DataParallelController) -> None:
         self.lock = asyncio.Lock()
         self.version = ""
+        self.files = WeightFiles()
+        self._staged: list[Path] = []
         self._ranks = ranks
         self._count = 0
         self._folder = ""
@@ -50,22 +55,50 @@ class WeightUpdates:
         Raises ConfigError for weights that do not fit or are damaged, and what the schedulers' calls raise.
         """
         async with self.lock:
-            source = {"folder": update.source.folder, "files": list(update.source.files)}
+            return await self._update(update)
+
+    def stage(self, path: Path) -> int:
+        """Keep a file of tensors until `use_staged`; returns how many are kept."""
+        self._staged.append(path)
+        return len(self._staged)
+
+    async def use_staged(self, version: str = "", *, flush: bool = True) -> str:
+        """Put the tensors of all staged files in use at once, or of none; returns the version. The files are removed
+        in any case. Raises what `update` raises.
+        """
+        async with self.lock:
+            staged, self._staged = self._staged, []
+            if not staged:
+                return self.version
             try:
-                digests = await self._ranks.call("prepare_weights", str, PREPARE_TIMEOUT_S, **source)
-            except BaseException:
-                await self._drop()
-                raise
-            if len(set(digests)) > 1:
-                await self._drop()
-                raise TokenyardError("the ranks of the engine read different weights; the files changed meanwhile")
-            self._count += 1
-            self.version = version = update.version or str(self._count)
-            self._folder = update.source.folder if not update.source.files else ""
-            await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
-            # What the balancer expects to be cached is KV of the old weights.
-            self._ranks.balancer.flushed()
-            return version
+                source = WeightSource(files=tuple(map(str, staged)))
+                return await self._update(WeightUpdate(source, version, flush))
+            finally:
+                # Each rank has mapped what it needs of them.
+                for path in staged:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove files that are kept."""
+        self.files.close()
+
+    async def _update(self, update: WeightUpdate) -> str:
+        source = {"folder": update.source.folder, "files": list(update.source.files)}
+        try:
+            digests = await self._ranks.call("prepare_weights", str, PREPARE_TIMEOUT_S, **source)
+        except BaseException:
+            await self._drop()
+            raise
+        if len(set(digests)) > 1:
+            await self._drop()
+            raise TokenyardError("the ranks of the engine read different weights; the files changed meanwhile")
+        self._count += 1
+        self.version = version = update.version or str(self._count)
+        self._folder = update.source.folder if not update.source.files else ""
+        await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
+        # What the balancer expects to be cached is KV of the old weights.
+        self._ranks.balancer.flushed()
+        return version
 
     async def _drop(self) -> None:
         """Have all schedulers free what they have prepared, as one of them could not."""

@@ -1,18 +1,23 @@
 """Changing the model's weights while the server runs, and vLLM's names for pauses around it."""
 
+import asyncio
 import logging
+from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from tokenyard.base import ConfigError, InvalidRequestError, PauseMode, TokenyardError, WeightSource
+from tokenyard.engine.frontend.weight_files import check_tensor_file
 from tokenyard.engine.frontend.weight_updates import WeightUpdate
 from tokenyard.server.http.errors import outcome_of
 from tokenyard.server.http.generate import FIRST_VERSION
+from tokenyard.server.http.streaming import read_body
 from tokenyard.server.native.control_routes import Body, State
-from tokenyard.server.protocol import UpdateWeightsFromDisk, parse
+from tokenyard.server.protocol import GetWeightsByName, UpdateWeightsFromDisk, UpdateWeightsFromTensor, parse
 from tokenyard.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -21,6 +26,8 @@ router = APIRouter()
 LOAD_FORMATS = ("", "auto", "safetensors")
 VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "keep": "in_place", "retract": "retract"}
 MAX_VERSION_CHARS = 128
+TENSOR_TYPES = ("application/octet-stream", "application/vnd.safetensors")
+DEFAULT_ROWS, MAX_ROWS = 100, 10_000
 
 
 def version_of(state: ServerState) -> str:
@@ -52,6 +59,70 @@ async def update_weights_from_disk(state: State, body: Body) -> Response:
     return await apply_update(state, update, "model_path")
 
 
+@router.post("/update_weights_from_tensor")
+async def update_weights_from_tensor(
+    request: Request, state: State, weight_version: str = "", flush_cache: bool = True, abort_all_requests: bool = False
+) -> Response:
+    """Use new values of some tensors: the body is a safetensors file, or JSON with the path of one."""
+    body = request.headers.get("content-type", "").partition(";")[0].strip()
+    files = state.control.weights.files
+    if body in TENSOR_TYPES:
+        path = await _receive(request, files.new_path())
+    else:
+        content = await read_body(request.receive, state.options.max_body_bytes)
+        fields = parse(content, UpdateWeightsFromTensor, strict=state.options.strict_api)
+        if fields.serialized_named_tensors is not None:
+            message = (
+                "pickled tensors are not read, as loading them could run code; send a safetensors file as the body "
+                "(content-type: application/octet-stream), or the path of one"
+            )
+            raise InvalidRequestError(message, param="serialized_named_tensors")
+        if not fields.path:
+            raise InvalidRequestError("give the path of a safetensors file, or send one as the body", param="path")
+        weight_version = fields.weight_version or weight_version
+        flush_cache = flush_cache if fields.flush_cache is None else fields.flush_cache
+        abort_all_requests = fields.abort_all_requests or abort_all_requests
+        path = await asyncio.to_thread(files.copy, fields.path)
+    await asyncio.to_thread(check_tensor_file, path)
+    version = checked_version(weight_version)
+    staged = state.control.weights.stage(path)
+    if not flush_cache:
+        message = f"the tensors are used with the next ones that come without flush_cache=false; {staged} files wait"
+        return JSONResponse({"success": True, "message": message})
+    if abort_all_requests:
+        await state.control.abort()
+    return await answer_update(state, state.control.weights.use_staged(version), None)
+
+
+async def _receive(request: Request, path: Path) -> Path:
+    """Write the body of a request to a file. Raises InvalidRequestError if there is no room for it."""
+    try:
+        with path.open("wb") as file:
+            async for part in request.stream():
+                await asyncio.to_thread(file.write, part)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise InvalidRequestError(f"the tensors could not be kept: {error.strerror}") from error
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+@router.post("/get_weights_by_name")
+async def get_weights_by_name(state: State, body: Body) -> Any:
+    """The first rows of a tensor of the checkpoint in use, as nested lists."""
+    fields = parse(body, GetWeightsByName, strict=state.options.strict_api)
+    rows = DEFAULT_ROWS if fields.truncate_size is None else fields.truncate_size
+    if not 1 <= rows <= MAX_ROWS:
+        raise InvalidRequestError(f"truncate_size must be 1 to {MAX_ROWS}", param="truncate_size")
+    try:
+        return await state.control.weight(fields.name, rows)
+    except ConfigError as error:
+        error.param = "name"
+        raise
+
+
 def checked_version(version: str | None) -> str:
     """The version that a client names, "" for none. Raises InvalidRequestError for one that cannot be a name."""
     version = version or ""
@@ -62,9 +133,14 @@ def checked_version(version: str | None) -> str:
 
 
 async def apply_update(state: ServerState, update: WeightUpdate, param: str) -> Response:
-    """Change the weights, and answer as SGLang does, with this API's error next to it where that failed."""
+    """Change the weights; see `answer_update`."""
+    return await answer_update(state, state.control.update_weights(update), param)
+
+
+async def answer_update(state: ServerState, work: Awaitable[str], param: str | None) -> Response:
+    """Answer as SGLang does, with this API's error next to it where an update failed."""
     try:
-        version = await state.control.update_weights(update)
+        version = await work
     except TokenyardError as error:
         outcome = outcome_of(error)
         error.param = error.param or (param if isinstance(error, ConfigError) else None)

@@ -38,6 +38,8 @@ class WeightUpdater(Attachment):
         self._restoring = ""
         self._update: WeightsUpdated | None = None
         self._reply = DeferredReply()
+        self._lookups = 0
+        self._lookup_replies: dict[int, DeferredReply] = {}
         self._holding = False
         """Whether the engine is paused until the weights are in use."""
 
@@ -49,6 +51,8 @@ class WeightUpdater(Attachment):
             "use_weights": self._use,
             "drop_weights": self._drop,
             "restore_weights": self._restore,
+            "weight": self._weight,
+            "weight_found": self._found,
         }
 
     def submitted(self, request: Request, now: int) -> Request:
@@ -131,6 +135,34 @@ class WeightUpdater(Attachment):
         """Free what was prepared."""
         self._reading = self._digest = None
         self._executor.drop_weights()
+
+    def _weight(self, now: int, tensor: str, rows: int) -> DeferredReply:
+        """Read rows of a tensor in a thread."""
+        number = self._lookups = self._lookups + 1
+        reply = self._lookup_replies[number] = DeferredReply()
+
+        def look_up() -> None:
+            value, refusal = None, ""
+            try:
+                value = self._executor.weight(tensor, rows)
+            except ConfigError as error:
+                refusal = error.message
+            except Exception as error:
+                logger.exception("a tensor could not be read")
+                refusal = f"the tensor could not be read: {error}"
+            found = {"number": number, "value": value, "refusal": refusal}
+            self._deliver(RpcRequest(NO_REPLY, "weight_found", found))
+
+        threading.Thread(target=look_up, name="weight", daemon=True).start()
+        return reply
+
+    def _found(self, now: int, number: int, value: Any, refusal: str) -> None:
+        """The thread has read a tensor, or could not."""
+        reply = self._lookup_replies.pop(number)
+        if refusal:
+            reply.set_exception(ConfigError(refusal))
+        else:
+            reply.set_result(value)
 
     def _work(self, source: WeightSource) -> None:
         digest = refusal = ""
