@@ -185,9 +185,10 @@ CASES = {
 }
 
 
-@pytest.mark.part(15)
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.part(10)
+@pytest.mark.parametrize(
+    ("case", "depth"), [(case, depth) for place, case in enumerate(CASES) for depth in (1, 2 + place % 2)]
+)
 def test_overtaking_of_a_long_request_stays_within_the_bound_each_time_it_waits(case, depth):
     settings, own, others, look = CASES[case]
     for short in SHORT:
