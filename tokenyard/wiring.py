@@ -16,6 +16,7 @@ from tokenyard.engine.processes.engine_config import DisaggConfig, EngineConfig,
 from tokenyard.engine.scheduler_process.build_scheduler import load_prior
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.lora_config import read_lora_config
+from tokenyard.policy.eviction_value import load_eviction_value
 from tokenyard.policy.priority_function import load_priority_function
 from tokenyard.policy.registry import create_policy
 
@@ -48,6 +49,7 @@ def engine_config(settings: Settings) -> EngineConfig:
     scheduler = settings.scheduler_settings(context_length=settings.context_length or MAX_CONTEXT_TOKENS)
     create_policy(scheduler.schedule_policy, scheduler)
     get_eviction_policy(scheduler.radix_eviction_policy)
+    load_eviction_value(scheduler.radix_eviction_policy)
     load_prior(settings.prior_costs())
     if settings.priority_function:
         load_priority_function(settings.priority_function)

@@ -176,7 +176,9 @@ class SharedSettings:
         False, "scheduler", "do not reuse the KV of common prefixes", negated=("--enable-prefix-caching",)
     )
     radix_eviction_policy: str = setting(
-        "lru", "scheduler", "what a full prefix cache drops first: lru, lfu, fifo, mru, filo, slru, priority or reuse"
+        "lru",
+        "scheduler",
+        "what a full prefix cache drops first: lru, lfu, fifo, mru, filo, slru, priority, reuse or module:Class",
     )
     mamba_full_memory_ratio: float = setting(
         0.9,
@@ -311,6 +313,11 @@ class SharedSettings:
         if self.decode_share >= 0.0:
             return self.decode_share
         return PREFERRED_DECODE_SHARES.get(self.schedule_policy, 0.0)
+
+    @property
+    def evicts_by_value(self) -> bool:
+        """Whether what a prefix is worth decides what is evicted: "reuse", or a user's `EvictionValue`."""
+        return self.radix_eviction_policy == "reuse" or ":" in self.radix_eviction_policy
 
     @property
     def uses_priorities(self) -> bool:

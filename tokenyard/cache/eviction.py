@@ -86,12 +86,14 @@ EVICTION_POLICIES: dict[str, EvictionPolicy] = {
 
 
 def get_eviction_policy(name: str) -> EvictionPolicy:
-    """The policy of that name. Raises ConfigError naming the choices."""
+    """The policy of that name, `reuse` for `module:Class`. Raises ConfigError naming the choices."""
     try:
-        return EVICTION_POLICIES[name]
+        return reuse if ":" in name else EVICTION_POLICIES[name]
     except KeyError:
         choices = ", ".join(sorted(EVICTION_POLICIES))
-        raise ConfigError(f"--radix-eviction-policy is {name!r}; it must be one of {choices}") from None
+        raise ConfigError(
+            f"--radix-eviction-policy is {name!r}; it must be one of {choices}, or module:Class"
+        ) from None
 
 
 class EvictionQueue:

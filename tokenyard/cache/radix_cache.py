@@ -12,7 +12,7 @@ import numpy as np
 
 from tokenyard.base import Int32Array, PrefixListener
 from tokenyard.base.request import weights_of
-from tokenyard.cache.eviction import EvictionPolicy, EvictionQueue, Retention, ReuseQueue, get_eviction_policy
+from tokenyard.cache.eviction import EvictionPolicy, EvictionQueue, Retention, ReuseQueue, get_eviction_policy, reuse
 from tokenyard.cache.kv_events import KvEvent, KvEventLog
 from tokenyard.cache.tree_node import NO_PAGES, TOKEN_BYTES, TOKEN_DTYPE, TreeNode
 
@@ -54,10 +54,10 @@ class RadixCache:
     `protected_pages`. A node that `match` or `insert` returns stays valid only until the next call that changes the
     tree, unless it is locked.
 
-    eviction_policy: a name of `EVICTION_POLICIES`; ConfigError otherwise. `match`, `insert` and the end of a lock
-        refresh a node's last access. For lfu and slru, a hit is a call of `record_hit` (a request was admitted),
-        because a blocked request may match in every step. Under priority, a larger number stays longer. Under reuse,
-        `retain_by` sets what KV is worth.
+    eviction_policy: a name of `EVICTION_POLICIES`, or `module:Class` for reuse; ConfigError otherwise. `match`,
+        `insert` and the end of a lock refresh a node's last access. For lfu and slru, a hit is a call of `record_hit`
+        (a request was admitted), because a blocked request may match in every step. Under priority, a larger number
+        stays longer. Under reuse, `retain_by` sets what KV is worth.
     enable_kv_events: keep a log of blocks stored and removed, which grows until `drain_events` is called.
     rank: ranks leaves in place of that policy.
     listeners: called on every change (see PrefixListener). Clearing the tree evicts node by node, children first.
@@ -80,7 +80,7 @@ class RadixCache:
         self.listeners: list[PrefixListener] = []
         self._page_bytes = page_size * TOKEN_BYTES
         policy = get_eviction_policy(eviction_policy)
-        self._queue = ReuseQueue() if eviction_policy == "reuse" else EvictionQueue(rank or policy)
+        self._queue = ReuseQueue() if policy is reuse else EvictionQueue(rank or policy)
         self._roots: dict[str, TreeNode] = {}
         self._weights = ""
         self._sweep_at = _MIN_ROOTS_TO_SWEEP

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import index
 from traceback import walk_tb
 from typing import Any, TypeVar, cast
@@ -209,7 +209,7 @@ class GuardedPolicy(Wrapper):
 
     @override
     def retains(self, session: SessionState, now: int) -> bool:
-        return self.ask(lambda: bool(self.inner.retains(_copied(session), now)), False)
+        return self.ask(lambda: bool(self.inner.retains(session.copied(), now)), False)
 
     @override
     def victims(self, views: Views) -> Iterator[int]:
@@ -338,11 +338,6 @@ def _report(name: str) -> Callable[..., None]:
 # What a policy is told; it answers nothing that could be invalid.
 for _name in ("admitted", "charge", "charge_decode", "served_elsewhere", "finished", "removed"):
     setattr(GuardedPolicy, _name, _report(_name))
-
-
-def _copied(session: SessionState) -> SessionState:
-    """What `SessionState` names of `session`, which may be a subclass with more."""
-    return SessionState(*(getattr(session, one.name) for one in fields(SessionState)))
 
 
 def _untimed() -> None:

@@ -110,6 +110,10 @@ class SessionState:
     kind: int = 0
     tokens: int = 0
 
+    def copied(self) -> "SessionState":
+        """A copy without what a subclass adds, which a user's code may keep."""
+        return SessionState(self.tenant, self.name, self.idle_ns, self.arrived_ns, self.kind, self.tokens)
+
 
 class IdleSessions(Protocol):
     """The sessions that have KV in the prefix tree."""

@@ -66,7 +66,7 @@ class KvMemory:
 
     windows: the layers with a separate pool for their window, None if there are none.
     states: the layers with a recurrent state, None if there are none. A model has one such group at most.
-    evicts_by_time: whether the time decides what is evicted, under eviction policy "reuse".
+    evicts_by_time: whether the time decides what is evicted, with `settings.evicts_by_value`.
     evicted_tokens: tokens evicted from the tree so far.
     draft_pages: pages that rows hold only for drafts in flight. They are freed if the drafts are wrong.
     """
@@ -107,7 +107,7 @@ class KvMemory:
         )
         if self.states is not None:
             self.states.watch(self.tree)
-        self.evicts_by_time = settings.radix_eviction_policy == "reuse" or self._evicts_by_worth
+        self.evicts_by_time = settings.evicts_by_value or self._evicts_by_worth
         self.pool = ReqToTokenPool(pool_rows, settings.context_length, settings.page_size)
         self.evicted_tokens = 0
         self.draft_pages = 0

@@ -27,6 +27,7 @@ from tokenyard.base import (
 from tokenyard.base.request import weight_version
 from tokenyard.cost import LinearCost, OnlineCost, get_profile, unknown_cpu
 from tokenyard.policy import Policy, Views, create_policy
+from tokenyard.policy.eviction_value import load_eviction_value
 from tokenyard.policy.slo_targets import slo_targets
 from tokenyard.policy.state_retention import create_state_retention
 from tokenyard.policy.tenant_limits import create_tenant_limits
@@ -136,6 +137,7 @@ class SchedulerState:
         self.drafting = False
         self.holders: PrefixHolders | None = None
         self.sessions: SessionTable | None = None
+        self.eviction_value = load_eviction_value(settings.radix_eviction_policy)
         self._loads: dict[bytes, list[int]] = {}
         self.waiting_index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
@@ -611,7 +613,7 @@ class SchedulerState:
 
     def _watch_sessions(self) -> None:
         """Keep the table of sessions while the policy or the eviction reads it and there is a tree."""
-        wanted = (self.policy.needs_sessions or self._evicts_by_reuse) and self.memory.tree.enabled
+        wanted = (self.policy.needs_sessions or self.settings.evicts_by_value) and self.memory.tree.enabled
         if not wanted and self.sessions is not None:
             self.sessions.close()
             self.sessions = None
@@ -622,13 +624,11 @@ class SchedulerState:
         if self.sessions is not None:
             self.sessions.retains = self.policy.retains if self.policy.needs_sessions else None
 
-    @property
-    def _evicts_by_reuse(self) -> bool:
-        return self.settings.radix_eviction_policy == "reuse"
-
     def _session_table(self) -> SessionTable:
-        table = SessionTable(self.memory.tree, self.settings.tenants, self.info.num_pages * self.settings.page_size)
-        if self._evicts_by_reuse:
+        settings = self.settings
+        total_tokens = self.info.num_pages * settings.page_size
+        table = SessionTable(self.memory.tree, settings.tenants, total_tokens, self.eviction_value)
+        if self.settings.evicts_by_value:
             self.memory.tree.retain_by(table)
         return table
 

@@ -6,7 +6,7 @@ policy or the eviction reads it, and it never keeps KV from being evicted: it on
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from tokenyard.base import NS_PER_MS, NS_PER_S, CostModel, PrefixListener, Request, TenantSettings
+from tokenyard.policy.eviction_value import CachedPrefix, GuardedValue
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.return_times import KINDS, NO_SESSION, ReturnTimes
 from tokenyard.policy.views import IdleSessions, SessionState
@@ -85,19 +86,25 @@ class AccessTimes:
 class SessionTable(IdleSessions, PrefixListener):
     """The sessions with the latest turns, at most `MAX_SESSIONS`, and when such sessions come back.
 
-    It is also the `cache.eviction.Retention` of eviction policy "reuse". The value of a leaf is the time to recompute
-    a token at its end times the rate of returns (`ReturnTimes.index`) of the sessions whose prompts end there, or of
-    requests without a session. A leaf of a session that was idle for `MAX_IDLE_NS` has none, whatever was learned.
+    It is also the `cache.eviction.Retention` of eviction policy "reuse", and of a user's (`policy.eviction_value`). The
+    value of a leaf is the time to recompute a token at its end times the rate of returns (`ReturnTimes.index`) of the
+    sessions whose prompts end there, or of requests without a session. A leaf of a session that was idle for
+    `MAX_IDLE_NS` has none, whatever was learned.
     """
 
     def __init__(
-        self, tree: Any, tenants: Mapping[str, TenantSettings] | None = None, total_tokens: int = 2**62
+        self,
+        tree: Any,
+        tenants: Mapping[str, TenantSettings] | None = None,
+        total_tokens: int = 2**62,
+        worth: GuardedValue | None = None,
     ) -> None:
         self.retains: Callable[[SessionState, int], bool] | None = None
         """`Policy.retains` of the policy in use; None if it retains nothing."""
         self.returns = ReturnTimes()
         self._tree = tree
         self._tenants = tenants or {}
+        self._worth = worth
         self._total_tokens = total_tokens
         self._sessions: dict[Key, Session] = {}
         self._at: dict[Any, dict[Key, None]] = {}
@@ -219,8 +226,19 @@ class SessionTable(IdleSessions, PrefixListener):
         for leaf in leaves:
             keys = self._at.get(leaf) or self._at.get(leaf.parent)
             per_s = self._without_session(leaf) if keys is None else sum(self._uses_per_s(key, time) for key in keys)
-            found.append(per_s * (time.token_s + time.area_s * leaf.depth_tokens))
+            token_s = time.token_s + time.area_s * leaf.depth_tokens
+            found.append(per_s * token_s if self._worth is None else self._user_value(leaf, per_s, token_s, keys or ()))
         return found
+
+    def _user_value(self, leaf: Any, per_s: float, token_s: float, keys: Iterable[Key]) -> float:
+        assert self._worth is not None
+        idle_s = (self._now - self._times.of(leaf.last_access_tick)) / NS_PER_S
+        sessions = tuple(self._sessions[key].copied() for key in keys)
+        return self._worth.value(
+            CachedPrefix(
+                leaf.depth_tokens, idle_s, leaf.hits, leaf.priority, token_s, float(per_s), sessions, self._now
+            )
+        )
 
     def _uses_per_s(self, key: Key, time: PrefillTime) -> float:
         session = self._sessions[key]

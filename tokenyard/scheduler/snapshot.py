@@ -20,6 +20,7 @@ class Snapshot:
     overtaking: the policy's stated bound.
     policy_note: why a policy other than the configured one is in use; "" if it is not.
     policy_failure: why a user-defined policy was replaced by fcfs; "" if it was not.
+    eviction_failure: why eviction by a user's value was replaced by "reuse"; "" if it was not.
     unstored_tokens: KV evicted before it was offered to the KV store.
     waiting_stores: prefixes that wait to be offered.
     """
@@ -47,6 +48,7 @@ class Snapshot:
     paused: bool
     counters: Counters
     policy_failure: str = ""
+    eviction_failure: str = ""
     unstored_tokens: int = 0
     waiting_stores: int = 0
 
@@ -54,6 +56,7 @@ class Snapshot:
 def take_snapshot(state: SchedulerState, now: int, *, in_flight: int, paused: bool) -> Snapshot:
     """Counters and gauges at `now` (ns). in_flight: plans that wait for their commit."""
     size, tree = state.memory.page_size, state.memory.tree
+    failure = "" if state.eviction_value is None else state.eviction_value.failure
     total, stores = state.memory.num_pages * size, state.stores
     cached = tree.evictable_pages * size
     queued_tokens, queued_s = state.queued_work()
@@ -79,7 +82,8 @@ def take_snapshot(state: SchedulerState, now: int, *, in_flight: int, paused: bo
         policy=state.policy.describe(),
         policy_options=dict(state.policy.chosen),
         overtaking=state.policy.overtaking,
-        policy_note=state.policy_note,
+        policy_note=state.policy_note or (failure and f"{failure}: evicting as reuse does"),
+        eviction_failure=failure,
         policy_failure=state.policy.given_up(),
         paused=paused,
         counters=replace(state.observer.counters),

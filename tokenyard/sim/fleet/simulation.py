@@ -522,6 +522,10 @@ class Simulation:
             for unit in self.units:
                 if failure := unit.replica.scheduler.snapshot(unit.replica.now).policy_failure:
                     raise ConfigError(f"the policy {failure}")
+        if ":" in self._setup.settings.radix_eviction_policy:
+            for unit in self.units:
+                if failure := unit.replica.scheduler.snapshot(unit.replica.now).eviction_failure:
+                    raise ConfigError(f"the eviction policy {failure}")
 
     def _policy_note(self, unit: SimInstance) -> str:
         """Why this scheduler did not use the configured policy; "" if it did."""
