@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.executor.driver import Driver
-from tests.executor.tiny_models import CASES, DEVICE, EXPERT_CASES, FAMILY_CASES, STATE_CASES, prompt_of
+from tests.executor.tiny_models import CASES, DEVICE, EXPERT_CASES, FAMILY_CASES, STATE_CASES, TORCH_CASES, prompt_of
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.architectures import ARCHITECTURES
 from tokenyard.executor.models.hf_config import read_model_config
@@ -34,6 +34,7 @@ FAMILIES = {
     "Phi3ForCausalLM": "phi3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "GptOssForCausalLM": "gpt-oss",
 }
 """A case of each architecture, for its config class."""
@@ -63,6 +64,11 @@ REFUSED_BY_TRANSFORMERS = {
     ("Phi3ForCausalLM", given)
     for given in ("linear", "linear-new", "linear-thetas", "both-ages", "yarn", "yarn-from", "yarn-by-ratio")
 } | {("Gemma3ForCausalLM", "both-ages")}
+REFUSED_BY_TRANSFORMERS |= {
+    ("Gemma4ForCausalLM", given)
+    for given in GIVEN
+    if given == "nulls" or given.startswith(("linear", "yarn", "longrope", "both-ages"))
+}
 NO_SUCH_MODELS = {
     # Its heads of 2 are rotated by a quarter, and no layer has a window.
     *(
@@ -74,7 +80,7 @@ NO_SUCH_MODELS = {
 
 
 def config_type(architecture):
-    return (CASES | EXPERT_CASES | FAMILY_CASES | STATE_CASES)[FAMILIES[architecture]][0]
+    return (CASES | EXPERT_CASES | FAMILY_CASES | STATE_CASES | TORCH_CASES)[FAMILIES[architecture]][0]
 
 
 def test_every_family_is_compared():

@@ -171,7 +171,7 @@ def test_a_gemma_3_config_that_leaves_out_what_all_have(tmp_path):
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope needs 6 factors"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor 0.3"),
         ("phi3", {"architectures": ["DeepseekV3ForCausalLM"]}, r"one latent vector a token \(MLA\)"),
-        ("phi3", {"architectures": ["Gemma4ForConditionalGeneration"]}, "of unequal shapes"),
+        ("phi3", {"architectures": ["Gemma3nForConditionalGeneration"]}, "of unequal shapes"),
     ],
 )
 def test_what_is_not_built_is_refused_with_its_reason(folder, case, changes, says):

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -171,6 +172,25 @@ FAMILY_CASES = {
 }
 """Families with layers that no other family has."""
 
+GEMMA4 = {
+    **{"num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 24, "sliding_window": 9, "pad_token_id": 0},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB, "initializer_range": 0.1},
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+TORCH_CASES = {
+    "gemma4": (Gemma4TextConfig, {**GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}),
+    "gemma4-moe": (
+        Gemma4TextConfig,
+        {
+            **GEMMA4,
+            **{"hidden_size_per_layer_input": 0, "layer_types": None, "num_hidden_layers": 7},
+            **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+            **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24},
+        },
+    ),
+}
+"""Families that whole native steps do not compute."""
+
 QWEN3_5 = {
     "max_position_embeddings": 1024,
     "head_dim": 32,
@@ -232,14 +252,16 @@ GROUP_CASES = {
 @functools.cache
 def judge(case):
     """Return a float32 transformers model with random weights; biases and norms are random too."""
-    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES | STATE_CASES | GGUF_CASES | GROUP_CASES)[case]
+    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES | TORCH_CASES | STATE_CASES | GGUF_CASES | GROUP_CASES)[
+        case
+    ]
     torch.manual_seed(len(case))
     # Fused attention knows no soft caps.
     config = config_type(**{**SMALL, **fields})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("bias", "sinks")) or "norm" in name:
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("bias", "sinks", "expert_scale", "router.scale", "layer_scalar")) or "norm" in name:
                 weight.add_(torch.randn_like(weight) * 0.1)
     return model
 

@@ -23,7 +23,7 @@ from tokenyard.executor.native.attention import NativeAttention
 from tokenyard.executor.native.library import NoLibraryError, load_library
 from tokenyard.executor.native.model import NativeDecoder, NativeModel
 from tokenyard.executor.native.moe import NativeMoe
-from tokenyard.executor.native.runtime import NativeRuntime, choose_threads, why_not
+from tokenyard.executor.native.runtime import MAX_HEAD_DIM, NativeRuntime, choose_threads, why_not
 from tokenyard.executor.native.sampling import NativeSamplingBackend
 from tokenyard.executor.sampling.top_k_top_p import SamplingBackend
 from tokenyard.executor.weights import Weights
@@ -124,22 +124,23 @@ def _choose(
         return BackendChoice(None, False, f"torch ({reason})")
     # Only torch layers take an attention backend, so naming one selects them.
     native_model = model_impl == "native" or (model_impl == "auto" and attention_backend == "auto")
-    if config.delta_net is not None:
+    reason = config.why_not_native
+    if reason:
         if model_impl == "native":
-            raise ConfigError("model_impl native does not compute gated delta nets; model_impl torch does")
+            raise ConfigError(f"model_impl native does not compute {reason}; model_impl torch does")
         native_model = False
     if native_model and attention_backend == "gather":
         raise ConfigError("model_impl native attends by itself; attention_backend gather needs model_impl torch")
     kernels = f"native {engine.name}, {engine.threads} thread{'s' if engine.threads > 1 else ''}"
     if native_model:
         return BackendChoice(engine, True, kernels)
-    parts = "attention" if config.experts is None else "attention and experts"
+    parts = "attention" if config.experts is None or config.experts.beside_mlp else "attention and experts"
     return BackendChoice(engine, False, f"torch, {parts} {kernels}")
 
 
 def _triton(model_impl: str, attention_backend: str, config: ModelConfig, device: torch.device) -> BackendChoice:
     """Torch's layers with Triton kernels where possible, else torch alone. Raises ConfigError if Triton is named."""
-    reason = triton_why_not(device, config.head_dim)
+    reason = triton_why_not(device, max(config.head_dim, config.global_head_dim))
     if model_impl == "native":
         reason = "model_impl native attends by itself; attention_backend triton needs model_impl torch"
     if not reason:
@@ -203,7 +204,7 @@ def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvP
         return _on_a_gpu(choice, layers, pool, pages)
 
     def attend(pool: KvPool, pages: PageTable, spec: AttentionSpec) -> AttentionBackend:
-        if choice.engine is None:
+        if choice.engine is None or pool.tensor.shape[-1] > MAX_HEAD_DIM:
             return GatherAttention(pool, pages, spec)
         return NativeAttention(choice.engine, pool, pages, spec, layers.config.num_heads)
 

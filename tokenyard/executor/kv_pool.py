@@ -4,7 +4,7 @@ import ctypes
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,8 @@ class KvPool:
     """Keys and values of all tokens in the cache: [layer, 2, slot, kv head, head_dim].
 
     slot = page * page_size + offset. Page 0 is padding: padded positions read and write it, requests never own it.
-    windows: the separate pool of the layers with a sliding window, if any. Layers are counted within their pool.
+    windows: the separate pool of the layers with a sliding window, if they have pages of their own, or another
+    shape. Layers are counted within their pool.
     """
 
     def __init__(
@@ -38,23 +39,26 @@ class KvPool:
         device: torch.device,
         dtype: torch.dtype,
         windows: WindowGroup | None = None,
-        layers: int | None = None,
+        layers: Sequence[int] | None = None,
         memory: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """windows: the group of the layers with a window, if these have a separate pool.
-        layers: how many layers the pool holds; None for all that attend and are not in `windows`.
+        layers: which layers the pool holds, of one shape; None for all with KV that are not in a separate pool.
         memory: allocates the pool, uint8[bytes]; None for torch's allocator.
         """
         self.num_pages = num_pages
         self.page_size = page_size
         self.windows: KvPool | None = None
-        if windows is not None:
+        self._two_shapes = layers is None and config.two_kv_shapes
+        if windows is not None or self._two_shapes:
             local = window_layers(config)
-            self.windows = KvPool(config, windows.num_pages, page_size, device, dtype, layers=local)
-            layers = config.num_layers - local
-        layers = len(config.attention_layers) if layers is None else layers
+            local_pages = num_pages if windows is None else windows.num_pages
+            self.windows = KvPool(config, local_pages, page_size, device, dtype, layers=local)
+            layers = [layer for layer in config.kv_layers if layer not in local]
+        layers = config.kv_layers if layers is None else layers
         slots = (num_pages + 1) * page_size
-        shape = (layers, 2, slots, config.num_kv_heads, config.head_dim)
+        kv_shape = config.kv_shape(layers[0]) if layers else (config.num_kv_heads, config.head_dim)
+        shape = (len(layers), 2, slots, *kv_shape)
         if memory is None:
             self.tensor = torch.empty(shape, device=device, dtype=dtype)
         else:
@@ -74,6 +78,11 @@ class KvPool:
 
         Raises ConfigError where layers with a window have a separate pool, which does not hold all tokens.
         """
+        if self._two_shapes:
+            raise ConfigError(
+                "KV of layers of two shapes (Gemma 4) cannot be moved; start without --disaggregation-mode and "
+                "--enable-hierarchical-cache"
+            )
         if self.windows is not None:
             raise ConfigError("KV of layers with a window cannot be moved; set --swa-full-tokens-ratio 0")
         page_bytes = self.page_size * self.tensor.stride(2) * self.tensor.itemsize
@@ -101,9 +110,9 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.kv_values_per_token * dtype.itemsize
 
 
-def window_layers(config: ModelConfig) -> int:
-    """How many layers have a window."""
-    return sum(window > 0 for window in config.windows)
+def window_layers(config: ModelConfig) -> list[int]:
+    """The layers that have a window, and keys and values of their own."""
+    return [layer for layer in config.kv_layers if config.windows[layer]]
 
 
 def choose_swa_pool(config: ModelConfig, num_pages: int, page_size: int, ratio: float) -> WindowGroup | None:
@@ -120,10 +129,10 @@ def choose_swa_pool(config: ModelConfig, num_pages: int, page_size: int, ratio: 
     pages = max(int(ratio * num_pages), least)
     if pages >= num_pages:
         return None
-    local = window_layers(config)
+    local = len(window_layers(config))
     logger.info(
         "KV pool: %d tokens in %d layers, %d in the %d layers with a window of %d",
-        *(num_pages * page_size, config.num_layers - local, pages * page_size, local, window),
+        *(num_pages * page_size, len(config.kv_layers) - local, pages * page_size, local, window),
     )
     return WindowGroup(window, pages)
 
@@ -164,7 +173,7 @@ def choose_num_pages(
     """
     per_token = kv_bytes_per_token(config, dtype)
     if window_ratio and any(config.windows):
-        local = per_token * window_layers(config) // config.num_layers
+        local = dtype.itemsize * sum(config.kv_values(layer) for layer in window_layers(config))
         per_token = max(per_token - local + int(local * window_ratio), 1)
     per_token += draft_bytes_per_token
     if max_total_tokens is None and states is not None:

@@ -140,8 +140,7 @@ def load_executor(
     target, sharing = _prepare_device(given, part)
     folder = resolve_model_path(model_path)
     config = whole = read_folder_config(folder)
-    if whole.delta_net is not None:
-        refuse_with_states(given, part)
+    refuse_unsupported(whole, given, part)
     if part is not None:
         config, given = part.config(whole), replace(given, model_impl=layers_only(part, given.model_impl))
     kind = choose_dtype(given.dtype, target, config)
@@ -249,8 +248,13 @@ def _check_room(folder: Path, dtype: torch.dtype, choice: BackendChoice, given: 
         )
 
 
-def refuse_with_states(given: LoadOptions, part: ModelPartition | None) -> None:
-    """Raise ConfigError for what does not work with layers that have a recurrent state."""
+def refuse_unsupported(config: ModelConfig, given: LoadOptions, part: ModelPartition | None) -> None:
+    """Raise ConfigError for what does not work with layers that have a recurrent state, or share keys and values."""
+    if config.kv_sources and (given.lora_slots or part is not None):
+        what = "LoRA adapters; start without --enable-lora" if given.lora_slots else "--tp-size and --pp-size"
+        raise ConfigError(f"models whose layers share keys and values (Gemma 4) do not support {what}")
+    if config.delta_net is None:
+        return
     reasons = {
         "speculation: a refused draft would have to be taken out of the state; start without it": given.draft_tokens,
         "LoRA adapters; start without --enable-lora": given.lora_slots,

@@ -177,7 +177,7 @@ def _plain_name(stored: str) -> str:
 
 def _is_known(name: str) -> bool:
     """Whether a tensor is skipped on purpose: a computed table, a part of a vision encoder or of a draft head."""
-    towers = "vision_tower.", "multi_modal_projector.", "visual."
+    towers = "vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio."
     return name.endswith("inv_freq") or name.startswith("mtp.") or any(tower in name for tower in towers)
 
 

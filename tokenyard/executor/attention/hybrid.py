@@ -17,7 +17,7 @@ class HybridAttention(Generic[Backend]):
     """An AttentionBackend over two others: one for the layers that see all tokens, one for those with a window.
 
     Each has the pool and the page table of its layers, which it numbers from 0. For the layers with a window, a batch
-    has other slots, and is otherwise the same.
+    has other slots, and is otherwise the same. Without a page table of theirs, these layers have the others' pages.
     """
 
     def __init__(
@@ -29,11 +29,10 @@ class HybridAttention(Generic[Backend]):
     ) -> None:
         """`pool` and `pages` are those of the layers that see all tokens; they refer to those of the other layers."""
         assert pool.windows is not None
-        assert pages.windows is not None
         full = [layer for layer, window in enumerate(spec.windows) if not window]
         local = [layer for layer, window in enumerate(spec.windows) if window]
-        self._window_pages = pages.windows
-        self._backends = [make(pool.windows, pages.windows, _part(spec, local))]
+        self._window_pages = pages.windows or pages
+        self._backends = [make(pool.windows, self._window_pages, _part(spec, local))]
         if full:
             self._backends.append(make(pool, pages, _part(spec, full)))
         self._places = {layer: (0, own) for own, layer in enumerate(local)}

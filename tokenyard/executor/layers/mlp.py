@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenyard.executor.layers.fused import FusedKernels
-from tokenyard.executor.layers.linear import Linear, Product
+from tokenyard.executor.layers.linear import Product
 
 Gating = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The activation between the gate and up projections and the down projection; it may change its inputs in place."""
@@ -72,10 +72,20 @@ class SparseMoe:
 
     The scores are a softmax over all experts; with `normed` those of the chosen ones are scaled to sum to one. Only
     experts that a token of the batch chose are computed, each over its tokens in one product.
+
+    before: what the experts are given of the input; the router has the input itself.
     """
 
-    def __init__(self, router: Linear, experts: Sequence[GatedMlp], active: int, normed: bool) -> None:
+    def __init__(
+        self,
+        router: Product,
+        experts: Sequence[GatedMlp],
+        active: int,
+        normed: bool,
+        before: Product | None = None,
+    ) -> None:
         self._router, self._experts, self._active, self._normed = router, experts, active, normed
+        self._before = before
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
@@ -83,6 +93,8 @@ class SparseMoe:
         if self._normed:
             scores = scores / scores.sum(dim=-1, keepdim=True)
         scores = scores.to(x.dtype)
+        if self._before is not None:
+            x = self._before(x)
         # Sorted by expert, each expert's tokens are one run.
         experts, order = chosen.flatten().sort(stable=True)
         tokens, weights = order // self._active, scores.flatten()[order, None]

@@ -23,7 +23,9 @@ class Rotary:
 
 def rotary_table(rope: RopeConfig, head_dim: int, positions: int) -> torch.Tensor:
     """Return float32[positions, 2, rotated / 2]: cosines, then sines, in one table so that a step looks up once."""
-    frequencies, scale = rope_frequencies(rope, int(head_dim * rope.share), positions)
+    # Of a proportional rope all dimensions are in the table, most with a frequency of 0.
+    rotated = head_dim if rope.kind == "proportional" else int(head_dim * rope.share)
+    frequencies, scale = rope_frequencies(rope, rotated, positions)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()), dim=1) * scale
 
@@ -47,10 +49,13 @@ def rope_frequencies(rope: RopeConfig, rotated: int, positions: int) -> tuple[to
     passage (Llama 3.1 release). yarn: Peng et al. 2023, arXiv 2309.00071. longrope: a factor for each frequency, of one
     list up to the original context and of another one beyond (Ding et al. 2024, arXiv 2402.13753). The list is chosen
     once, by the `positions` that the context may have, so that keys in the cache fit all later ones; transformers
-    chooses by the length of each sequence.
+    chooses by the length of each sequence. proportional: only the first `share` of the waves turn (Gemma 4).
     """
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "proportional":
+        frequencies[int(rope.share * rotated // 2) :] = 0.0
+        return frequencies / rope.factor, 1.0
     if rope.kind == "linear":
         return frequencies / rope.factor, 1.0
     if rope.kind == "llama3":

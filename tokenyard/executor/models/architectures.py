@@ -110,12 +110,6 @@ def _qwen3_next(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(_qwen3_5(config, raw), experts=replace(_qwen_experts(raw), shared_size=shared))
 
 
-def _qwen3_5_moe(config: ModelConfig, raw: RawConfig) -> ModelConfig:
-    # Every layer has experts, whose weights sum to one, whatever the fields of Qwen3-Next say.
-    fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None}
-    return _qwen3_next(config, {**raw, **fixed})
-
-
 def _phi3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     window = raw.get("sliding_window") or 0
     return replace(config, windows=_layer_windows({**raw, "layer_types": None}, int(window), full_layers=0))
@@ -146,6 +140,88 @@ def _gemma2(config: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 def _gemma3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(_gemma(config, raw, every=int(raw.get("sliding_window_pattern") or 6)), qk_norm=True)
+
+
+def _gemma4(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Text of Gemma 4. The last layers read keys and values of the last layer of their kind before them."""
+    if raw.get("use_bidirectional_attention") not in (None, "vision"):
+        raise ConfigError(
+            f"config.json: use_bidirectional_attention {raw['use_bidirectional_attention']!r} is not supported"
+        )
+    layers, window = _layers(raw), positive(raw, "sliding_window")
+    # transformers takes the last layer as one without a window, whatever its kind.
+    windows = (*_alternate_windows(raw, window, 6)[:-1], 0)
+    shared = int(raw.get("num_kv_shared_layers") or 0)
+    first = len(layers) - shared
+    owners = {windows[layer]: layer for layer in layers[:first]}
+    if not 0 <= shared < len(layers) or set(windows) - set(owners):
+        raise ConfigError(
+            f"config.json: num_kv_shared_layers {shared} leaves layers of some kind without keys and values to read"
+        )
+    head_dim, kv_heads = _gemma4_global_heads(raw, windows)
+    if config.num_heads % (kv_heads or config.num_kv_heads):
+        raise ConfigError(
+            f"config.json: {config.num_heads} attention heads cannot share {kv_heads} key-value heads evenly"
+        )
+    per_layer = int(raw.get("hidden_size_per_layer_input") or 0)
+    bias = bool(raw.get("attention_bias", False))
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        windows=windows,
+        global_head_dim=head_dim if head_dim != config.head_dim else 0,
+        global_kv_heads=kv_heads if kv_heads != config.num_kv_heads else 0,
+        kv_sources=tuple(layer if layer < first else owners[windows[layer]] for layer in layers),
+        k_eq_v=bool(raw.get("attention_k_eq_v")),
+        v_norm=True,
+        qk_norm=True,
+        attention_scale=1.0,
+        logit_softcap=float(raw.get("final_logit_softcapping") or 0.0),
+        activation="gelu_tanh",
+        post_norms=True,
+        embedding_scale=positive(raw, "hidden_size") ** 0.5,
+        wide_shared_mlp=bool(raw.get("use_double_wide_mlp")),
+        layer_scalars=True,
+        per_layer_size=per_layer,
+        per_layer_vocab=positive(raw, "vocab_size_per_layer_input") if per_layer else 0,
+        experts=_gemma4_experts(raw) if raw.get("enable_moe_block") else None,
+    )
+
+
+def _gemma4_global_heads(raw: RawConfig, windows: tuple[int, ...]) -> tuple[int, int]:
+    """Dimensions of heads, and KV heads (0 for those of other layers), of the layers without a window."""
+    found = {"head_dim": raw.get("global_head_dim") or 512}
+    if raw.get("attention_k_eq_v") and raw.get("num_global_key_value_heads"):
+        found["num_key_value_heads"] = raw["num_global_key_value_heads"]
+    given = raw.get("per_layer_config")
+    if given is not None:
+        full = [given.get(str(layer)) or {} for layer, window in enumerate(windows) if not window]
+        found = full[0]
+        others = set(given) - {str(layer) for layer, window in enumerate(windows) if not window}
+        if others or any(one != found for one in full) or set(found) - {"head_dim", "num_key_value_heads"}:
+            raise ConfigError(
+                "config.json: per_layer_config is not supported, unless it gives all layers with full_attention the "
+                "same head_dim and num_key_value_heads"
+            )
+    head_dim = positive({"head_dim": raw["head_dim"], **found}, "head_dim")
+    if head_dim % 2:
+        raise ConfigError(f"config.json: rotary embedding needs an even head_dim, not {head_dim}")
+    return head_dim, positive(found, "num_key_value_heads") if "num_key_value_heads" in found else 0
+
+
+def _gemma4_experts(raw: RawConfig) -> MoeConfig:
+    count, active = positive(raw, "num_experts"), positive(raw, "top_k_experts")
+    if active > count:
+        raise ConfigError(f"config.json: {active} of {count} experts make no sense")
+    return MoeConfig(
+        count=count,
+        active=active,
+        intermediate_size=positive(raw, "moe_intermediate_size"),
+        normed=True,
+        layers=frozenset(_layers(raw)),
+        beside_mlp=True,
+    )
 
 
 def _gpt_oss(config: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -214,10 +290,11 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
-    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForCausalLM": _qwen3_next,
     "Phi3ForCausalLM": _phi3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma4ForCausalLM": _gemma4,
     "GptOssForCausalLM": _gpt_oss,
 }
 
@@ -259,6 +336,20 @@ DEFAULTS: dict[str, RawConfig] = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
+    "Gemma4ForCausalLM": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "eos_token_id": 1,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "GptOssForCausalLM": {
         "num_key_value_heads": 8,
         "head_dim": 64,
@@ -278,6 +369,13 @@ DEFAULTS: dict[str, RawConfig] = {
 The sizes that make up a model have no defaults here: a file without them is refused.
 """
 
+FIXED: dict[str, RawConfig] = {
+    # Every layer has experts, whose weights sum to one.
+    "Qwen3_5MoeForCausalLM": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None},
+    "Gemma4ForCausalLM": {"rope_theta": None, "rope_local_base_freq": None},
+}
+"""Fields of other families that transformers does not read in these: their values, whatever a config.json says."""
+
 FFN_SIZE = {"Qwen3_5MoeForCausalLM": "moe_intermediate_size"}
 """The field for the size of an MLP in families that have experts in all layers, and so no intermediate_size."""
 
@@ -291,7 +389,7 @@ _UNEQUAL = "its layers have keys and values of unequal shapes or share them, and
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "DeepseekV32", "KimiK25", "Glm4MoeLite", "MiniCPM3"), _LATENT),
     **dict.fromkeys(("Mamba", "Mamba2", "FalconH1", "Jamba", "Bamba", "GraniteMoeHybrid", "NemotronH"), _STATES),
-    **dict.fromkeys(("Gemma4", "Gemma3n"), _UNEQUAL),
+    "Gemma3n": _UNEQUAL,
     "Gemma": "Gemma 1 is not built; Gemma 2 and 3 are",
 }
 """Why a family is not supported, by the beginning of its architectures' names."""

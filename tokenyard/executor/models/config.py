@@ -1,10 +1,11 @@
 """The description of a decoder in numbers and flags, which covers every supported family."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 """In the order in which the native library numbers them."""
 
@@ -46,6 +47,7 @@ class MoeConfig:
     layers: the layers that have experts; the others have an MLP.
     bias: whether router and experts have biases.
     shared_size: intermediate size of an expert that every token goes to, with a sigmoid gate; 0 for none.
+    beside_mlp: whether layers with experts have an MLP too, and norms of both (Gemma 4).
     """
 
     count: int
@@ -55,6 +57,7 @@ class MoeConfig:
     layers: frozenset[int]
     bias: bool = False
     shared_size: int = 0
+    beside_mlp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,15 @@ class ModelConfig:
     """A decoder-only transformer with RMSNorm, rotary embedding, grouped-query attention and a gated MLP.
 
     windows: for each layer, how many tokens back (its own included) a token sees, 0 for all.
+    global_head_dim, global_kv_heads: of layers without a window where these have others than head_dim and num_kv_heads,
+        else 0.
+    kv_sources: for each layer, the one whose keys and values it reads, itself for most; () for a model whose layers all
+        have their own.
+    k_eq_v: whether values are the keys' projection in layers without a window.
+    v_norm: whether each head of values is normed.
+    wide_shared_mlp: whether layers that read another one's keys and values have an MLP twice as wide.
+    layer_scalars: whether a factor scales what each layer returns.
+    per_layer_size, per_layer_vocab: of an embedding of which each layer adds a part to its output, 0 for none.
     local_rope: rope of layers with a window, None where it is the same as that of the others.
     attention_scale: the factor on scores, None for head_dim ** -0.5.
     attention_softcap, logit_softcap: caps of scores and logits by a tanh, 0 for none.
@@ -118,6 +130,15 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    global_head_dim: int = 0
+    global_kv_heads: int = 0
+    kv_sources: tuple[int, ...] = ()
+    k_eq_v: bool = False
+    v_norm: bool = False
+    wide_shared_mlp: bool = False
+    layer_scalars: bool = False
+    per_layer_size: int = 0
+    per_layer_vocab: int = 0
     local_rope: RopeConfig | None = None
     attention_scale: float | None = None
     attention_softcap: float = 0.0
@@ -141,13 +162,42 @@ class ModelConfig:
     @property
     def kv_values_per_token(self) -> int:
         """Numbers that the KV pool stores for one token, over all layers."""
-        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim
+        return sum(self.kv_values(layer) for layer in self.kv_layers)
+
+    def kv_values(self, layer: int) -> int:
+        """Numbers that the KV pool stores for one token in a layer of `kv_layers`."""
+        return 2 * math.prod(self.kv_shape(layer))
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """KV heads and their dimensions in a layer."""
+        if self.windows[layer]:
+            return self.num_kv_heads, self.head_dim
+        return self.global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values of their own, in the order of the KV pool."""
+        if not self.kv_sources:
+            return self.attention_layers
+        return tuple(layer for layer in self.attention_layers if self.kv_sources[layer] == layer)
+
+    @property
+    def two_kv_shapes(self) -> bool:
+        """Whether layers with a window have keys and values of another shape than those without."""
+        return len({self.kv_shape(layer) for layer in self.kv_layers}) > 1
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that attend and so have KV."""
+        """The layers that attend."""
         others = self.delta_net.layers if self.delta_net is not None else ()
         return tuple(layer for layer in range(self.num_layers) if layer not in others)
+
+    @property
+    def why_not_native(self) -> str:
+        """What native steps cannot compute of this model, "" for nothing."""
+        if self.delta_net is not None:
+            return "gated delta nets"
+        return "layers that share keys and values, or whose heads have two sizes" if self.kv_sources else ""
 
     @property
     def score_scale(self) -> float:

@@ -10,11 +10,19 @@ from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.delta_net import DeltaNetWeights, GatedDeltaNet
 from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
-from tokenyard.executor.layers.mlp import GatedMlp, SharedExpert, SparseMoe, gating
+from tokenyard.executor.layers.mlp import GatedMlp, SharedExpert, SparseMoe
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.layers.rotary import Rotary, rotate
 from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.models.parts import fused, fused_parts, gated_mlp, read_norm
+from tokenyard.executor.models.shared_kv import (
+    MlpAndExperts,
+    PerLayerInputs,
+    PerLayerOutput,
+    SharedKvAttention,
+    mlp_of_gemma4,
+)
 from tokenyard.executor.weights import Weights
 
 MakeExperts = Callable[[ModelConfig, Weights, int], Product]
@@ -49,28 +57,31 @@ class Decoder:
             self._embedding = table.__getitem__ if tp_comm is None else tp_comm.embedding(table)
             # In the dtype of the weights, as transformers has it.
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=table.dtype).item()
-        self._rotary = {
-            rope: Rotary(rope, config.head_dim, context_length, device) for rope in dict.fromkeys(config.ropes)
-        }
+        self._ropes = [(rope, config.kv_shape(layer)[1]) for layer, rope in enumerate(config.ropes)]
+        self._rotary = {key: Rotary(*key, context_length, device) for key in dict.fromkeys(self._ropes)}
+        self._per_layer = PerLayerInputs(config, weights) if config.per_layer_size else None
         self._layers = [_Layer(config, weights, index, tp_comm, make_experts) for index in range(config.num_layers)]
         self._hidden_like = weights.get("model.layers.0.input_layernorm.weight", (config.hidden_size,))
-        windows = tuple(config.windows[layer] for layer in config.attention_layers)
+        windows = tuple(config.windows[layer] for layer in config.kv_layers)
         self.attention_spec = AttentionSpec(
             windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
         )
         if not config.has_lm_head:
             return
-        self._norm = _norm(config, weights, "model.norm")
+        self._norm = read_norm(config, weights, "model.norm")
         head = Linear(table if tied else weights.get("lm_head.weight", embedding_shape))
         self._head: Product = head if tp_comm is None else tp_comm.head(head, config.vocab_size)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Run the layers: [T, hidden]. Keys and values of the batch's tokens are in the pool afterwards."""
         x = self._embedded(batch.token_ids) if batch.hidden is None else batch.hidden
-        cos_sin = {rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}
+        cos_sin = {key: rotary.at(batch.positions) for key, rotary in self._rotary.items()}
+        added = None if self._per_layer is None else self._per_layer(x, batch.token_ids)
         found = None
-        for layer, rope in zip(self._layers, self.config.ropes, strict=True):
+        for index, (layer, rope) in enumerate(zip(self._layers, self._ropes, strict=True)):
             x, found = layer(x, found, cos_sin[rope], batch, attention)
+            if layer.ending is not None:
+                x, found = layer.ending(x, found, None if added is None else added[:, index]), None
         return x if found is None else x + found
 
     def fuse(self, kernels: FusedKernels) -> None:
@@ -126,17 +137,18 @@ class _Layer:
     ) -> None:
         prefix = f"model.layers.{index}"
         self._index = index
-        self._attention_norm = _norm(config, weights, f"{prefix}.input_layernorm")
+        self._attention_norm = read_norm(config, weights, f"{prefix}.input_layernorm")
         names = norm_names(config)
-        self._mlp_norm = _norm(config, weights, f"{prefix}.{names.before_mlp}")
+        self._mlp_norm = read_norm(config, weights, f"{prefix}.{names.before_mlp}")
         self._after_attention = (
-            _norm(config, weights, f"{prefix}.{names.after_attention}") if config.post_norms else None
+            read_norm(config, weights, f"{prefix}.{names.after_attention}") if config.post_norms else None
         )
-        self._after_mlp = _norm(config, weights, f"{prefix}.{names.after_mlp}") if names.after_mlp else None
+        self._after_mlp = read_norm(config, weights, f"{prefix}.{names.after_mlp}") if names.after_mlp else None
         self._attention: _Attention | None = None
-        if index in config.attention_layers:
+        if index in config.attention_layers and not config.kv_sources:
             self._attention = _Attention(config, weights, index, tp_comm)
-        self._mixer: _Attention | _DeltaNet = self._attention or _DeltaNet(config, weights, index)
+        self._mixer = self._attention or _mixer(config, weights, index)
+        self.ending = PerLayerOutput(config, weights, index) if config.layer_scalars else None
         mlp = _mlp(config, weights, index, make_experts)
         self._mlp: Product = mlp if tp_comm is None else tp_comm.mlp(mlp)
         self._gated = mlp if isinstance(mlp, GatedMlp) else None
@@ -182,7 +194,7 @@ class _Layer:
         if self._after_attention is not None:
             found = self._after_attention(found)
         x, normed = self._mlp_norm.plus(x, found)
-        found = self._mlp(normed)
+        found = self._mlp.both(x, normed) if isinstance(self._mlp, MlpAndExperts) else self._mlp(normed)
         return x, found if self._after_mlp is None else self._after_mlp(found)
 
 
@@ -191,7 +203,7 @@ class _Attention:
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int, tp_comm: TensorParallelComm | None) -> None:
         prefix = f"model.layers.{index}.self_attn"
-        self._index, self._place = index, config.attention_layers.index(index)
+        self._index, self._place = index, config.kv_layers.index(index)
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self._gated = config.head_dim, config.output_gate
         self._qk_norm = _qk_norm(config, weights, prefix) if config.qk_norm else None
@@ -204,7 +216,7 @@ class _Attention:
             weight = _gates_last(weight, config.num_heads, config.head_dim)
             bias = None if bias is None else _gates_last(bias, config.num_heads, config.head_dim)
         self._qkv: Product = Linear(weight, bias)
-        output = _fused(weights, {f"{prefix}.o_proj": config.hidden_size}, q_size, config.output_bias)
+        output = fused(weights, {f"{prefix}.o_proj": config.hidden_size}, q_size, config.output_bias)
         self._output: Product = output if tp_comm is None else tp_comm.output(output)
         self._kernels: FusedKernels | None = None
 
@@ -240,6 +252,13 @@ class _Attention:
         return attention.forward(self._place, qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:], batch)
 
 
+def _mixer(config: ModelConfig, weights: Weights, index: int) -> "SharedKvAttention | _DeltaNet":
+    """Return what a layer has in the place of `_Attention`."""
+    if config.kv_sources:
+        return SharedKvAttention(config, weights, index)
+    return _DeltaNet(config, weights, index)
+
+
 class _DeltaNet:
     """A gated delta net, which takes what attention takes."""
 
@@ -249,14 +268,14 @@ class _DeltaNet:
         values = net.value_heads * net.value_dim
         inputs = {"qkv": net.channels, "z": values, "b": net.value_heads, "a": net.value_heads}
         found = DeltaNetWeights(
-            inputs=_fused(
+            inputs=fused(
                 weights, {f"{prefix}.in_proj_{name}": size for name, size in inputs.items()}, config.hidden_size, False
             ),
             conv=weights.get(f"{prefix}.conv1d.weight", (net.channels, 1, net.kernel)).squeeze(1).T.contiguous(),
             log_decay=weights.get(f"{prefix}.A_log", (net.value_heads,)).float(),
             step_bias=weights.get(f"{prefix}.dt_bias", (net.value_heads,)).float(),
             norm=weights.get(f"{prefix}.norm.weight", (net.value_dim,)),
-            output=_fused(weights, {f"{prefix}.out_proj": config.hidden_size}, values, False),
+            output=fused(weights, {f"{prefix}.out_proj": config.hidden_size}, values, False),
         )
         self._net = GatedDeltaNet(net, sorted(net.layers).index(index), found, config.norm_eps)
 
@@ -269,33 +288,28 @@ class _DeltaNet:
 
 def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeExperts) -> GatedMlp | Product:
     """Return the MLP of a layer, or its experts where the model has them."""
+    if config.kv_sources:
+        return mlp_of_gemma4(config, weights, index)
     if config.experts is None or index not in config.experts.layers:
         prefix = f"model.layers.{index}.mlp"
-        return _gated_mlp(config, weights, prefix, config.intermediate_size, config.mlp_bias)
+        return gated_mlp(config, weights, prefix, config.intermediate_size, config.mlp_bias)
     routed, shared = make_experts(config, weights, index), config.experts.shared_size
     if not shared:
         return routed
     prefix = f"model.layers.{index}.mlp"
-    gate = _fused(weights, {f"{prefix}.shared_expert_gate": 1}, config.hidden_size, False)
-    return SharedExpert(routed, _gated_mlp(config, weights, f"{prefix}.shared_expert", shared, False), gate)
+    gate = fused(weights, {f"{prefix}.shared_expert_gate": 1}, config.hidden_size, False)
+    return SharedExpert(routed, gated_mlp(config, weights, f"{prefix}.shared_expert", shared, False), gate)
 
 
 def _experts(config: ModelConfig, weights: Weights, index: int) -> SparseMoe:
     prefix, experts = f"model.layers.{index}.mlp", config.experts
     assert experts is not None
-    router = _fused(weights, {f"{prefix}.gate": experts.count}, config.hidden_size, experts.bias)
+    router = fused(weights, {f"{prefix}.gate": experts.count}, config.hidden_size, experts.bias)
     each = [
-        _gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size, experts.bias)
+        gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size, experts.bias)
         for expert in range(experts.count)
     ]
     return SparseMoe(router, each, experts.active, experts.normed)
-
-
-def _gated_mlp(config: ModelConfig, weights: Weights, prefix: str, inter: int, bias: bool) -> GatedMlp:
-    gate_up = {f"{prefix}.gate_proj": inter, f"{prefix}.up_proj": inter}
-    down = _fused(weights, {f"{prefix}.down_proj": config.hidden_size}, inter, bias)
-    gated = gating(config.activation, config.gate_limit)
-    return GatedMlp(_fused(weights, gate_up, config.hidden_size, bias), down, gated)
 
 
 class NormNames(NamedTuple):
@@ -321,10 +335,6 @@ def _sinks(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, ...]:
     return tuple(weights.get(name, (config.num_heads,)).float() for name in names)
 
 
-def _norm(config: ModelConfig, weights: Weights, name: str) -> RMSNorm:
-    return RMSNorm(weights.get(f"{name}.weight", (config.hidden_size,)), config.norm_eps, config.norm_offset)
-
-
 def _qk_norm(config: ModelConfig, weights: Weights, prefix: str) -> RMSNorm:
     """Norm of query and key heads together: a weight per head, the same one for all of a kind."""
     q = weights.get(f"{prefix}.q_norm.weight", (config.head_dim,)).expand(config.num_heads, -1)
@@ -336,19 +346,3 @@ def _gates_last(rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
     """Move the output gates to the end of the rows of q, k and v; a checkpoint has them after each head's query."""
     both = rows[: 2 * heads * head_dim].reshape(heads, 2, head_dim, *rows.shape[1:])
     return torch.cat((both[:, 0].flatten(0, 1), rows[2 * heads * head_dim :], both[:, 1].flatten(0, 1)))
-
-
-def _fused(weights: Weights, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:
-    """One product in the place of several over the same input; see fused_parts."""
-    return Linear(*fused_parts(weights, outputs, inputs, bias))
-
-
-def fused_parts(
-    weights: Weights, outputs: dict[str, int], inputs: int, bias: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weight and bias of several products over the same input as of one; `outputs` maps names to sizes."""
-    parts = [weights.get(f"{name}.weight", (size, inputs)) for name, size in outputs.items()]
-    biases = [weights.get(f"{name}.bias", (size,)) for name, size in outputs.items()] if bias else []
-    if len(parts) == 1:
-        return parts[0], biases[0] if biases else None
-    return torch.cat(parts), torch.cat(biases) if biases else None

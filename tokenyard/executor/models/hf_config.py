@@ -7,6 +7,7 @@ from tokenyard.executor.models.architectures import (
     ARCHITECTURES,
     DEFAULTS,
     FFN_SIZE,
+    FIXED,
     STATES_SCALED_CONTEXT,
     RawConfig,
     positive,
@@ -20,6 +21,7 @@ MAX_LAYERS = 10_000
 
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
@@ -43,7 +45,7 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     given = _text_part(raw)
     architecture = _architecture(given)
     defaults = DEFAULTS.get(architecture, {})
-    raw = {**defaults, **given}
+    raw = {**defaults, **given, **FIXED.get(architecture, {})}
     if raw.get("rope_parameters") is None:
         raw["rope_parameters"] = defaults.get("rope_parameters")
     heads = positive(raw, "num_attention_heads")
@@ -57,7 +59,7 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         raise ConfigError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2:
         raise ConfigError(f"config.json: rotary embedding needs an even head_dim, not {head_dim}")
-    rope, local_rope = _read_ropes(raw, head_dim)
+    rope, local_rope = _read_ropes(raw, head_dim, architecture)
     common = ModelConfig(
         architecture=architecture,
         vocab_size=positive(raw, "vocab_size"),
@@ -118,7 +120,7 @@ def _check_activation(raw: RawConfig, config: ModelConfig) -> None:
         raise ConfigError(f"config.json: hidden_act {given!r} is not supported, only {known[0]}")
 
 
-def _read_ropes(raw: RawConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+def _read_ropes(raw: RawConfig, head_dim: int, architecture: str) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of the layers that see everything, and of those with a window where that is another one.
 
     `rope_parameters` (transformers 5) may hold one for each kind of layer; before, Gemma 3 named the base of the second
@@ -126,6 +128,11 @@ def _read_ropes(raw: RawConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig |
     """
     scaling, parameters = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     local_theta = raw.get("rope_local_base_freq")
+    if architecture == "Gemma4ForCausalLM" and (scaling or set(parameters) != {"full_attention", "sliding_attention"}):
+        raise ConfigError(
+            "config.json: rope_parameters must have full_attention and sliding_attention in this family, and "
+            "there must be no rope_scaling"
+        )
     if local_theta is None and not {"full_attention", "sliding_attention"} & set(parameters):
         return _read_rope(raw, scaling or parameters, head_dim), None
     full, local = (parameters.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
@@ -142,12 +149,17 @@ def _read_rope(raw: RawConfig, fields: RawConfig, head_dim: int) -> RopeConfig:
     if kind not in ROPE_TYPES:
         raise ConfigError(f"config.json: rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
     share = float(fields.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    theta = float(fields.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if kind == "proportional":
+        factor = float(fields.get("factor") or 1.0)
+        if not (0.0 <= share <= 1.0 and 0.0 < factor < math.inf):
+            raise ConfigError(f"config.json: rope type 'proportional' of share {share} and factor {factor} is odd")
+        return RopeConfig(kind=kind, theta=theta, share=share, factor=factor)
     rotated = int(head_dim * share)
     if not 0 < rotated <= head_dim or rotated % 2:
         raise ConfigError(
             f"config.json: partial_rotary_factor {share} of heads of {head_dim} is no even number of them"
         )
-    theta = float(fields.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     if kind == "default":
         return RopeConfig(theta=theta, share=share)
     attention_factor = fields.get("attention_factor")

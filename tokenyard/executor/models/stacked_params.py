@@ -37,7 +37,7 @@ def checkpoint_weights(
             method = quantization.get("quant_method")
             raise ConfigError(f"config.json: quantization {method!r} of gpt-oss is not supported, only mxfp4 or none")
         return StackedExperts(config, files, packed=bool(quantization))
-    if config.experts is not None and _has_stacked_experts(config, files):
+    if config.experts is not None and not config.experts.beside_mlp and _has_stacked_experts(config, files):
         if quantization:
             raise ConfigError("config.json: quantization of experts that are stored as one tensor is not supported")
         return cut_out(config, FusedExperts(config, files))

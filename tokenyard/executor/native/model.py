@@ -20,7 +20,8 @@ from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import rotary_table
 from tokenyard.executor.models.config import ACTIVATIONS, ModelConfig
-from tokenyard.executor.models.decoder import fused_parts, norm_names
+from tokenyard.executor.models.decoder import norm_names
+from tokenyard.executor.models.parts import fused_parts
 from tokenyard.executor.native.library import DOWN, GATE_UP, HEAD, OUTPUT, QKV, ROUTER, NativeConfig, NativeStep
 from tokenyard.executor.native.moe import NO_MEMORY, describe_moe, expert_products, with_addresses
 from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, check, describe_step, int32s

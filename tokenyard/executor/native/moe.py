@@ -9,7 +9,7 @@ import torch
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.models.config import ACTIVATIONS, ModelConfig
-from tokenyard.executor.models.decoder import fused_parts
+from tokenyard.executor.models.parts import fused_parts
 from tokenyard.executor.native.library import DOWN, GATE_UP, ROUTER, NativeMoeLayers
 from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, check
 from tokenyard.executor.weights import Weights

@@ -1,0 +1,38 @@
+"""The parts of a layer as a checkpoint names them: products, norms and MLPs."""
+
+import torch
+
+from tokenyard.executor.layers.linear import Linear
+from tokenyard.executor.layers.mlp import GatedMlp, gating
+from tokenyard.executor.layers.norm import RMSNorm
+from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.weights import Weights
+
+
+def gated_mlp(config: ModelConfig, weights: Weights, prefix: str, inter: int, bias: bool) -> GatedMlp:
+    """Read `prefix`.gate_proj, up_proj and down_proj of an MLP of intermediate size `inter`."""
+    gate_up = {f"{prefix}.gate_proj": inter, f"{prefix}.up_proj": inter}
+    down = fused(weights, {f"{prefix}.down_proj": config.hidden_size}, inter, bias)
+    gated = gating(config.activation, config.gate_limit)
+    return GatedMlp(fused(weights, gate_up, config.hidden_size, bias), down, gated)
+
+
+def read_norm(config: ModelConfig, weights: Weights, name: str, size: int = 0) -> RMSNorm:
+    """Read the norm `name`, over `size` numbers, 0 for the hidden size."""
+    return RMSNorm(weights.get(f"{name}.weight", (size or config.hidden_size,)), config.norm_eps, config.norm_offset)
+
+
+def fused(weights: Weights, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:
+    """One product in the place of several over the same input; see fused_parts."""
+    return Linear(*fused_parts(weights, outputs, inputs, bias))
+
+
+def fused_parts(
+    weights: Weights, outputs: dict[str, int], inputs: int, bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias of several products over the same input as of one; `outputs` maps names to sizes."""
+    parts = [weights.get(f"{name}.weight", (size, inputs)) for name, size in outputs.items()]
+    biases = [weights.get(f"{name}.bias", (size,)) for name, size in outputs.items()] if bias else []
+    if len(parts) == 1:
+        return parts[0], biases[0] if biases else None
+    return torch.cat(parts), torch.cat(biases) if biases else None
