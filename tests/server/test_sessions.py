@@ -1,6 +1,7 @@
 """Sessions over HTTP: from every API to the engine, and the end of their turns."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from tests.server.fake import FakeManager
 from tests.server.test_explain import EXPLAINED
 from tests.server.test_tool_calls import ANSWER, HERMES
 from tokenyard.base import NS_PER_S, SessionEnded, TurnEnded
+from tokenyard.cli.explain import cache_line
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOLS = [
@@ -177,3 +179,18 @@ def test_explain_has_session_and_turn(start):
     first, second = (server.client.get(f"/v1/requests/r-{which}/explain").json() for which in (1, 2))
     assert (first["session"], first["turn"]) == ("s", 0)
     assert "session" not in second
+
+
+def test_explain_says_which_request_evicted_the_turn_before(start):
+    server = serve(start)
+    timings = replace(EXPLAINED.timings, evicted_tokens=300, evicted_ns=1)
+    for rid in ("r-1", "r-2"):
+        server.manager.explanations[rid] = [replace(EXPLAINED, timings=timings, evicted_for=[7])]
+        post(server, "/v1/chat/completions", session_id="s", rid=rid)
+    report = server.state.prompts.report("r-2")
+    report.before_tokens, report.cause = 400, "lost"
+    cache = server.client.get("/v1/requests/r-2/explain").json()["cache"]
+    assert (cache["cause"], cache["evicted_tokens"], cache["evicted_for"]) == ("evicted", 300, ["#7"])
+    sentence = cache_line({"cache": cache})
+    assert "300 of 400 tokens of the turn before were evicted" in sentence
+    assert "#7" in sentence

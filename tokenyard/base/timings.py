@@ -51,6 +51,8 @@ class RequestTimings:
     recomputed_tokens: tokens computed more than once because of these.
     waiting_ahead, admitted_ahead: requests that waited, and that were admitted, when it arrived.
     policy, overtaking: the policy, and its stated bound on overtaking, when it was first admitted.
+    evicted_tokens, evicted_ns: tokens of the prompt before it in its session that had been evicted when it was first
+        admitted, and when the last of them were (monotonic).
     """
 
     queue_ns: int = 0
@@ -70,6 +72,8 @@ class RequestTimings:
     admitted_ahead: int = 0
     policy: str = ""
     overtaking: str = ""
+    evicted_tokens: int = 0
+    evicted_ns: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -116,6 +120,7 @@ class Explanation:
     complete: whether `earlier` and `later` reach back to its arrival; they are kept for a limited number of starts.
     reason: why it ended, "" while it has not.
     message: the error it ended with, "" for none.
+    evicted_for: the requests that started when KV of its session was evicted, see `RequestTimings.evicted_ns`.
     """
 
     number: int
@@ -129,3 +134,4 @@ class Explanation:
     complete: bool
     reason: str = ""
     message: str = ""
+    evicted_for: list[int] = field(default_factory=list)

@@ -73,9 +73,15 @@ class RequestHistory:
             earlier=earlier,
             later=later,
             complete=complete,
+            evicted_for=self.admitted_at(finish.timings.evicted_ns),
             reason=finish.reason,
             message=finish.message,
         )
+
+    def admitted_at(self, now: int) -> list[int]:
+        """The requests that started in the step at `now` (ns), the latest `MAX_REPORTED_NUMBERS`; none at 0."""
+        found = [start.number for start in self._starts if start.now == now] if now else []
+        return found[-MAX_REPORTED_NUMBERS:]
 
     def admissions_between(
         self, seq: int, arrival_ns: int, until_ns: int

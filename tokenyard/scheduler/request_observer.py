@@ -29,6 +29,7 @@ class Counters:
     verify_rows: rows that verified drafts, counted in each step.
     draft_tokens, accepted_draft_tokens: drafts verified, and those of them that were right.
     adapter_loads: LoRA adapters loaded into slots.
+    evicted_sessions: idle sessions that lost KV of their latest prompt before their next turn.
     """
 
     steps: int = 0
@@ -49,6 +50,7 @@ class Counters:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     adapter_loads: int = 0
+    evicted_sessions: int = 0
 
 
 class RequestObserver:
@@ -93,6 +95,11 @@ class RequestObserver:
     def decodes(self, row: int, now: int) -> None:
         """The first token of `row` is sampled, or its first one after a retraction."""
         self._table.request_state(row).clock.enter("decode", now)
+
+    def evicted_before(self, row: int, tokens: int, evicted_ns: int) -> None:
+        """When `row` starts, `tokens` of its session's prompt before are gone, the last ones since `evicted_ns`."""
+        timings = self._timings(row)
+        timings.evicted_tokens, timings.evicted_ns = tokens, evicted_ns
 
     def admitted(self, row: int, hit: int, now: int) -> None:
         """`row` was admitted with `hit` tokens from the tree."""
@@ -192,6 +199,7 @@ class RequestObserver:
             earlier=earlier,
             later=later,
             complete=complete,
+            evicted_for=self._history.admitted_at(timings.evicted_ns),
         )
 
     def _name_policy(self, timings: RequestTimings) -> None:

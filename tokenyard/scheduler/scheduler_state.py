@@ -138,6 +138,7 @@ class SchedulerState:
         self.holders: PrefixHolders | None = None
         self.sessions: SessionTable | None = None
         self.eviction_value = load_eviction_value(settings.radix_eviction_policy)
+        self._sessions_seen = False
         self._loads: dict[bytes, list[int]] = {}
         self.waiting_index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
@@ -153,8 +154,12 @@ class SchedulerState:
         self.observer.joined(row, len(self.waiting), admitted, now)
         self.waiting.append(row)
         self.waiting_index.add(row)
+        request = self.table.request(row)
+        if self.sessions is None and request.session:
+            self._sessions_seen = True
+            self._watch_sessions()
         if self.sessions is not None:
-            self.sessions.arrived(int(self.table.number[row]), self.table.request(row), now)
+            self.sessions.arrived(int(self.table.number[row]), request, now)
         self.queue_timeouts.start(int(self.table.number[row]), now)
 
     def admit(self, row: int, hit: int, now: int) -> None:
@@ -259,6 +264,8 @@ class SchedulerState:
         self.observer.admitted(row, hit, now)
         if table.admitted_ns[row]:
             return
+        if self.sessions is not None and request_state.request.session:
+            self.observer.evicted_before(row, *self.sessions.evicted_before(request_state.request))
         table.admitted_ns[row] = now
         table.hit[row] = min(hit, int(table.prompt_tokens[row]))
         self.run_timeouts.start(int(table.number[row]), now)
@@ -569,16 +576,18 @@ class SchedulerState:
             prefixes=self.waiting_index.forest if self.waiting_index.active else None,
             tenant_prefixes=self.holders if self.limits.shares else None,
             loading=self.loading.rows.copy(),
-            sessions=self.sessions,
+            sessions=self.sessions if self.policy.needs_sessions else None,
         )
 
     def measures(self) -> dict[str, float]:
-        """Figures of the policy, of the limits of tenants, of adapters and of windows, by metric name."""
+        """Figures of the policy, of the limits of tenants, of adapters, of sessions and of windows, by metric name."""
         waiting, prefilling, running = self.waiting.rows, self.prefilling.rows, self.running.rows
         total = self.memory.num_pages * self.memory.page_size
         held = np.concatenate((running, prefilling, self.loading.rows))
         measures = self.policy.measures(np.concatenate((waiting, prefilling)))
         measures |= self.limits.measures(self.table, held, total, self.holders) | self.adapters.measures()
+        if self.sessions is not None:
+            measures |= self.sessions.measures()
         return measures | self.memory.measures()
 
     def queued_work(self, cost: CostModel | None = None) -> tuple[int, float]:
@@ -612,8 +621,8 @@ class SchedulerState:
         self._watch_sessions()
 
     def _watch_sessions(self) -> None:
-        """Keep the table of sessions while the policy or the eviction reads it and there is a tree."""
-        wanted = (self.policy.needs_sessions or self.settings.evicts_by_value) and self.memory.tree.enabled
+        """Keep the table from the first session on, and while policy or eviction read it, if there is a tree."""
+        wanted = (self._ranks_sessions or self._sessions_seen) and self.memory.tree.enabled
         if not wanted and self.sessions is not None:
             self.sessions.close()
             self.sessions = None
@@ -622,13 +631,25 @@ class SchedulerState:
             for row in self.known_rows(self.table.numbers()):
                 self.sessions.arrived(int(self.table.number[row]), self.table.request(row), 0)
         if self.sessions is not None:
+            self.sessions.ranks = self._ranks_sessions
             self.sessions.retains = self.policy.retains if self.policy.needs_sessions else None
+
+    @property
+    def _ranks_sessions(self) -> bool:
+        return self.policy.needs_sessions or self.settings.evicts_by_value
 
     def _session_table(self) -> SessionTable:
         settings = self.settings
         total_tokens = self.info.num_pages * settings.page_size
-        table = SessionTable(self.memory.tree, settings.tenants, total_tokens, self.eviction_value)
-        if self.settings.evicts_by_value:
+        table = SessionTable(
+            self.memory.tree,
+            settings.tenants,
+            total_tokens,
+            self.eviction_value,
+            self.observer.counters,
+            ranks=self._ranks_sessions,
+        )
+        if settings.evicts_by_value:
             self.memory.tree.retain_by(table)
         return table
 
@@ -669,8 +690,8 @@ class SchedulerState:
         if self.holders is not None:
             self.holders = PrefixHolders(self.table, self.memory.tree)
         if self.sessions is not None:
-            retains, self.sessions = self.sessions.retains, self._session_table()
-            self.sessions.retains = retains
+            self.sessions = self._session_table()
+            self._watch_sessions()
 
     def known_rows(self, numbers: list[int]) -> list[int]:
         """Rows of those requests that have not ended."""

@@ -1,8 +1,9 @@
 """Which sessions are idle between two turns, for how long, how much of their KV is in the prefix tree, and what it is
 worth to keep it.
 
-A session belongs to its tenant: the same id of another tenant is another session. The table is active only while the
-policy or the eviction reads it, and it never keeps KV from being evicted: it only ranks.
+A session belongs to its tenant: the same id of another tenant is another session. The table is active from the first
+request with a session on, and while the policy or the eviction reads it. It never keeps KV from being evicted: it
+counts and ranks.
 """
 
 from bisect import bisect_right
@@ -18,6 +19,7 @@ from tokenyard.policy.eviction_value import CachedPrefix, GuardedValue
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.return_times import KINDS, NO_SESSION, ReturnTimes
 from tokenyard.policy.views import IdleSessions, SessionState
+from tokenyard.scheduler.request_observer import Counters
 
 MAX_SESSIONS = 4096
 MAX_NAME_BYTES = 256
@@ -53,11 +55,18 @@ class Session(SessionState):
     open: the numbers of its requests that wait or run.
     node: the end of its latest prompt in the tree, or of what is left of it; None if it has none there.
     kept_until_ns: the end of an explicit time to live; 0 for none.
+    evicted_ns: when KV of its latest prompt was evicted last since that answer ended; 0 for never.
     """
 
     open: set[int] = field(default_factory=set)
     node: Any = None
     kept_until_ns: int = 0
+    evicted_ns: int = 0
+
+    @property
+    def missing_tokens(self) -> int:
+        """Tokens of its latest prompt that are not in the tree any more."""
+        return self.tokens - (0 if self.node is None else int(self.node.depth_tokens))
 
 
 class AccessTimes:
@@ -98,13 +107,19 @@ class SessionTable(IdleSessions, PrefixListener):
         tenants: Mapping[str, TenantSettings] | None = None,
         total_tokens: int = 2**62,
         worth: GuardedValue | None = None,
+        counters: Counters | None = None,
+        *,
+        ranks: bool = True,
     ) -> None:
+        self.ranks = ranks
+        """Whether the policy or the eviction reads the table. Requests without a session matter to them only."""
         self.retains: Callable[[SessionState, int], bool] | None = None
         """`Policy.retains` of the policy in use; None if it retains nothing."""
         self.returns = ReturnTimes()
         self._tree = tree
         self._tenants = tenants or {}
         self._worth = worth
+        self._counters = Counters() if counters is None else counters
         self._total_tokens = total_tokens
         self._sessions: dict[Key, Session] = {}
         self._at: dict[Any, dict[Key, None]] = {}
@@ -132,7 +147,8 @@ class SessionTable(IdleSessions, PrefixListener):
         """The answer `number` of a request joins the queue."""
         key = _key(request)
         if key is None:
-            self._learn_from(request, now)
+            if self.ranks:
+                self._learn_from(request, now)
             return
         session = self._sessions.pop(key, None)
         if session is None:
@@ -149,6 +165,18 @@ class SessionTable(IdleSessions, PrefixListener):
         if idle or len(self._sessions) > MAX_SESSIONS:
             self._drop(oldest, now)
 
+    def evicted_before(self, request: Request) -> tuple[int, int]:
+        """How many tokens of the prompt before this one in its session were evicted, and when the last of them (ns)."""
+        key = _key(request)
+        session = None if key is None else self._sessions.get(key)
+        return (0, 0) if session is None or not session.evicted_ns else (session.missing_tokens, session.evicted_ns)
+
+    def measures(self) -> dict[str, float]:
+        """How many sessions are active, and how many idle ones are resident, by metric name."""
+        idle = [session for session in self._sessions.values() if not session.open]
+        resident = sum(session.node is not None and not session.missing_tokens for session in idle)
+        return {"active_sessions": len(self._sessions) - len(idle), "resident_sessions": resident}
+
     def ended(self, number: int, request: Request, node: Any, now: int) -> None:
         """An answer has ended; `node` is the end of its prefix in the tree, None if it has none."""
         key = _key(request)
@@ -156,7 +184,7 @@ class SessionTable(IdleSessions, PrefixListener):
         if key is None or session is None or number not in session.open:
             return
         session.open.discard(number)
-        session.idle_ns, session.kind, session.kept_until_ns = now, 0, 0
+        session.idle_ns, session.kind, session.kept_until_ns, session.evicted_ns = now, 0, 0, 0
         self._kept.pop(key, None)
         if session.open:
             return
@@ -296,8 +324,11 @@ class SessionTable(IdleSessions, PrefixListener):
         parent = node.parent
         keys = list(self._at.get(node, ()))
         for key in keys:
-            self._move(key, self._sessions[key], None if parent.parent is None else parent)
-        if keys or parent in self._at:
+            session = self._sessions[key]
+            self._counters.evicted_sessions += not session.open and not session.evicted_ns
+            session.evicted_ns = self._now
+            self._move(key, session, None if parent.parent is None else parent)
+        if keys or parent in self._at or not self.ranks:
             return
         if node.superseded:
             if parent.parent is not None and not parent.children:

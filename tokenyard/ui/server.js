@@ -54,7 +54,7 @@
   }
 
   /* ---- the parts ---- */
-  const tile = Yard.tiles($("tiles"), { running: "Running", waiting: "Waiting", output: "Output", met: "Targets met", goodput: "Goodput", kv: "KV in use", hits: "Cache hits" });
+  const tile = Yard.tiles($("tiles"), { running: "Running", waiting: "Waiting", output: "Output", met: "Targets met", goodput: "Goodput", kv: "KV in use", hits: "Cache hits", sessions: "Sessions" });
 
   function showTiles(tick) {
     const { counts, kv } = tick;
@@ -69,6 +69,9 @@
     tile("kv", percent(used / Math.max(kv.total, 1)), "", `+ ${percent(kv.cached / Math.max(kv.total, 1))} cached`);
     const asked = growth((one) => one.totals.prompt_tokens).amount, hit = growth((one) => one.totals.hit_tokens).amount;
     tile("hits", asked ? percent(hit / asked) : "–", "", asked ? `of ${number(asked)} in ${lately()}` : "");
+    const { active_sessions: active, resident_sessions: resident } = tick.sessions;
+    const evicted = growth((one) => one.totals.evicted_sessions).amount;
+    tile("sessions", number(active), "", `+ ${number(resident)} idle with KV${evicted ? `, ${number(evicted)} evicted in ${lately()}` : ""}`);
   }
   const sum = (byLevel, place) => Object.values(byLevel).reduce((all, one) => all + one[place], 0);
   const total = (byLevel) => Object.values(byLevel).reduce((all, one) => all + one, 0);

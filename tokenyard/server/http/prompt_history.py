@@ -6,7 +6,7 @@ Prompts are kept as digests of their parts, bounded in number, bytes and age. A 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from tokenyard.base.prompt_parts import DIGEST_BYTES, digest, first_difference, parts_of
@@ -18,7 +18,7 @@ MAX_AGE_S = 3600.0
 MAX_LOST_TOKENS = 128
 """Tokens at the end of the turn before that need not be cached: the last page, and what a template writes there."""
 
-Cause = Literal["first", "other_salt", "other_adapter", "changed", "hit", "lost", "unknown"]
+Cause = Literal["first", "other_salt", "other_adapter", "changed", "hit", "evicted", "lost", "unknown"]
 
 
 @dataclass(slots=True)
@@ -26,13 +26,14 @@ class CacheReport:
     """Why a turn's prompt was cached as far as it was.
 
     cause: "first": no turn of its session is known. "other_salt", "other_adapter": the turn before had another one.
-        "changed": the prompt differs from the one before in `part`. "hit": all of the one before was cached. "lost": it
-        stands in this prompt, but its KV was evicted, is at another engine or rank, or the chat template writes it
-        differently now. "unknown": the answer has not begun.
+        "changed": the prompt differs from the one before in `part`. "hit": all of the one before was cached.
+        "evicted": it stands in this prompt, but KV of it was evicted. "lost": it stands in this prompt, but its KV is
+        at another engine or rank, or the chat template writes it differently now. "unknown": the answer has not begun.
     part: the first part of the turn before that changed, by its name in the conversation; "" for none.
     before: the request id of the turn before, "" for none.
     before_tokens: the tokens of its prompt.
     prompt_tokens, cached_tokens: those of this turn.
+    evicted_tokens: tokens of the prompt before that had been evicted when this turn started.
     """
 
     cause: Cause = "unknown"
@@ -41,6 +42,12 @@ class CacheReport:
     before_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    evicted_tokens: int = 0
+
+    def with_evicted(self, tokens: int) -> "CacheReport":
+        """The report, given how many tokens of the prompt before the scheduler had evicted."""
+        cause: Cause = "evicted" if self.cause == "lost" and tokens else self.cause
+        return replace(self, cause=cause, evicted_tokens=tokens)
 
     def describe(self) -> dict[str, Any]:
         """As JSON."""

@@ -52,6 +52,8 @@ ENGINE = (
         "service_gap_tokens", "largest difference in weighted service between two waiting tenants, under vtc and dlpm"
     ),
     _gauge("borrowed_tokens", "KV tokens that tenants hold beyond their own shares"),
+    _gauge("active_sessions", "sessions with a turn that waits or runs"),
+    _gauge("resident_sessions", "idle sessions whose latest prompt is all in the prefix cache"),
     _gauge("lora_adapters", "LoRA adapters that are loaded"),
     _gauge("lora_slots", "LoRA adapters that fit into one step"),
     _gauge("lora_slots_used", "LoRA slots in use by running requests"),
@@ -87,6 +89,7 @@ ENGINE = (
     _counter("spec_draft_tokens_total", "draft tokens verified"),
     _counter("spec_accepted_tokens_total", "draft tokens accepted"),
     _counter("evicted_tokens_total", "tokens evicted from the prefix cache"),
+    _counter("evicted_sessions_total", "idle sessions that lost KV to eviction before their next turn"),
     _counter("lora_loads_total", "LoRA adapters loaded into a slot"),
     _counter("scheduler_steps_total", "steps planned"),
     _counter("aborted_requests_total", "requests that ended before their answer was complete"),

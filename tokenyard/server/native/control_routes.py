@@ -278,6 +278,7 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "spec_accepted_tokens": counters.get("accepted_draft_tokens", 0),
         "lora_loads": counters.get("adapter_loads", 0),
         "evicted_tokens": snapshot.get("evicted_tokens", 0),
+        "evicted_sessions": counters.get("evicted_sessions", 0),
         "scheduler_steps": counters.get("steps", 0),
         "aborted_requests": counters.get("aborted", 0),
         "queried_tokens": counters.get("prompt_tokens", 0),

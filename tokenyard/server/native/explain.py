@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenyard.base import NS_PER_MS, NS_PER_S, AdmittedRequests, Explanation, RequestTimings
+from tokenyard.server.http.prompt_history import CacheReport
 
 STAGES = ("queue", "prefill", "decode", "requeued", "recompute", "paused")
 
@@ -48,6 +49,19 @@ def explained(explanation: Explanation, rid_of: RidOf) -> dict[str, Any]:
         },
         "summary": summary(explanation),
     }
+
+
+def cache_report(report: CacheReport, explanation: Explanation, rid_of: RidOf) -> dict[str, Any]:
+    """Why a turn's prompt was cached as far as it was, as JSON. `evicted_at` is Unix time in seconds, `evicted_for` are
+    the requests that started in that step; without any, answers of running requests took the place.
+    """
+    timings = explanation.timings
+    found = report.with_evicted(timings.evicted_tokens).describe()
+    if timings.evicted_tokens:
+        numbers = explanation.evicted_for
+        ids = [rid_of(number) or f"#{number}" for number in numbers]
+        found |= {"evicted_at": wall_s(timings.evicted_ns), "evicted_for": list(dict.fromkeys(ids))}
+    return found
 
 
 def stages_ms(timings: RequestTimings) -> dict[str, float]:

@@ -42,7 +42,9 @@ TOTALS = (
     "rejected",
     "preempted",
     "retracted",
+    "evicted_sessions",
 )
+SESSIONS = ("active_sessions", "resident_sessions")
 COUNTS = ("waiting", "loading", "prefilling", "running")
 POLICY = ("policy", "policy_options", "policy_note", "overtaking", "paused", "step_time_error", "evicted_tokens")
 
@@ -171,12 +173,13 @@ class LiveFeed:
 
 
 def _scheduler_part(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts, totals and the policy, from the schedulers' counters."""
-    totals = counters.get("counters", {})
+    """Counts, totals, sessions and the policy, from the schedulers' counters."""
+    totals, measures = counters.get("counters", {}), counters.get("measures", {})
     kv_stores = kv_stores_of(counters.get("kv_store", {}))
     return {
         "counts": {name: counters.get(name, 0) for name in COUNTS},
         "totals": {name: totals.get(name, 0) for name in TOTALS},
+        "sessions": {name: measures.get(name, 0) for name in SESSIONS},
         **{name: counters.get(name) for name in POLICY},
         "kv_store": kv_stores,
         # The key's name until the next release.

@@ -13,7 +13,7 @@ from tokenyard.server.http.errors import HttpError
 from tokenyard.server.http.generation_route import GenerationRoute
 from tokenyard.server.http.streaming import Receive, Scope, Send
 from tokenyard.server.native.control_routes import Body, State
-from tokenyard.server.native.explain import explained
+from tokenyard.server.native.explain import cache_report, explained
 from tokenyard.server.native.generate import resume
 from tokenyard.server.native.policy_routes import USER_POLICY_MARK
 from tokenyard.server.protocol import UpdateRequest, parse
@@ -84,16 +84,16 @@ async def explain_request(state: State, request_id: str) -> dict[str, Any]:
     """Where the time of an open or recently ended request went: one entry per answer."""
     control = state.control
     rids = matching(request_id, control.recent_rids())
-    answers = [explained(answer, control.rid_of) for rid in rids for answer in await control.explain(rid)]
+    answers = [answer for rid in rids for answer in await control.explain(rid)]
     if not answers:
         message = f"nothing is known of request {request_id!r}; it ended too long ago or never arrived"
         raise HttpError("request_not_found", message)
     turns = [turn for rid in rids if (turn := control.turn_of(rid)) is not None]
     about: dict[str, Any] = {"session": turns[0][0], "turn": turns[0][1]} if turns else {}
-    reports = [report.describe() for rid in rids if (report := state.prompts.report(rid)) is not None]
+    reports = [report for rid in rids if (report := state.prompts.report(rid)) is not None]
     if reports:
-        about["cache"] = reports[0]
-    return {"id": request_id, **about, "answers": answers}
+        about["cache"] = cache_report(reports[0], answers[0], control.rid_of)
+    return {"id": request_id, **about, "answers": [explained(answer, control.rid_of) for answer in answers]}
 
 
 def _counts_priorities(policy: str) -> bool:

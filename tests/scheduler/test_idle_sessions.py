@@ -1,0 +1,62 @@
+"""How many sessions there are, and what became of their KV while they were idle, whatever the policy."""
+
+import pytest
+
+from tests.policy.waiting_order import make_yard
+from tests.scheduler.test_reuse_eviction import S, press, turn
+from tokenyard.base import SessionEnded
+
+
+def counts(yard):
+    snapshot = yard.scheduler.snapshot(yard.now)
+    measures = snapshot.measures
+    return measures["active_sessions"], measures["resident_sessions"], snapshot.counters.evicted_sessions
+
+
+@pytest.mark.parametrize("settings", [{}, {"schedule_policy": "session", "radix_eviction_policy": "reuse"}])
+def test_sessions_are_active_then_resident_then_evicted(settings):
+    yard = make_yard(pages=300, headroom="none", **settings)
+    assert "active_sessions" not in yard.scheduler.snapshot(yard.now).measures or settings
+    yard.submit([1] * 100, max_new=1, session="s1")
+    assert counts(yard) == (1, 0, 0)
+    yard.run()
+    turn(yard, 2)
+    assert counts(yard) == (0, 2, 0)
+    press(yard)
+    assert counts(yard) == (0, 1, 1)
+    press(yard, 290)
+    assert counts(yard) == (0, 0, 2)
+    yard.apply(SessionEnded("s1"))
+    yard.apply(SessionEnded("s2"))
+    assert counts(yard) == (0, 0, 2)
+
+
+def test_a_turn_learns_when_its_kv_was_evicted_and_for_which_request():
+    yard = make_yard(pages=300, headroom="none")
+    turn(yard, 1)
+    turn(yard, 2)
+    kept = yard.submit([2] * 100, max_new=1, session="s2")
+    yard.run()
+    yard.now += 5 * S
+    at = yard.now
+    number = yard.submit([9] * 150, max_new=1)
+    yard.run()
+    yard.now += 5 * S
+    again = yard.submit([1] * 110, max_new=1, session="s1")
+    yard.run()
+    explanation = yard.scheduler.explain(kept, yard.now)
+    assert (explanation.timings.evicted_tokens, explanation.evicted_for) == (0, [])
+    explanation = yard.scheduler.explain(again, yard.now)
+    assert explanation.timings.evicted_tokens == 100 - explanation.cached_tokens > 0
+    assert at <= explanation.timings.evicted_ns < yard.now - 5 * S
+    assert explanation.evicted_for == [number]
+
+
+def test_a_flush_evicts_too():
+    yard = make_yard(pages=300, headroom="none")
+    turn(yard, 1)
+    yard.scheduler.flush(yard.now)
+    assert counts(yard) == (0, 0, 1)
+    again = yard.submit([1] * 110, max_new=1, session="s1")
+    yard.run()
+    assert yard.scheduler.explain(again, yard.now).timings.evicted_tokens == 100
