@@ -79,6 +79,15 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="MODEL", help="folder or repository of the model, or a GGUF file")
+    parser.add_argument("--dtype", default="auto", help="as of `serve`: auto, bfloat16 or float32 [auto]")
+    parser.add_argument(
+        "--quantization", default="none", choices=("none", "int8", "q4", "q8"), help="as of `serve` [none]"
+    )
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads that convert [all cores]")
+
+
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a tape that `tokenyard serve --record` wrote")
     parser.add_argument("--to-trace", metavar="OUT", help="convert the tape to a trace for `tokenyard simulate`")
@@ -122,6 +131,13 @@ COMMANDS = (
     ),
     Command(
         "generate", "answer prompts without a server", "tokenyard.cli.generate:generate", True, _generate_arguments
+    ),
+    Command(
+        "convert",
+        "write weights as this machine multiplies them, so that later starts map them",
+        "tokenyard.cli.convert:convert",
+        False,
+        _convert_arguments,
     ),
     Command(
         "doctor",

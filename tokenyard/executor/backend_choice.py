@@ -13,6 +13,7 @@ from tokenyard.executor.attention.flashinfer import why_not as flashinfer_why_no
 from tokenyard.executor.attention.hybrid import HybridAttention, HybridFusedKvWriteAttention
 from tokenyard.executor.attention.reference import GatherAttention
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
+from tokenyard.executor.formats.converted import WeightsMemory
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.layers.parallel import TensorParallelComm
@@ -185,13 +186,14 @@ def load_layers(
     dtype: torch.dtype,
     context_length: int,
     tp_comm: TensorParallelComm | None = None,
+    memory: WeightsMemory | None = None,
 ) -> Decoder | NativeDecoder:
-    """Load a model's weights into the layers of the chosen backend. tp_comm: see Decoder.
+    """Load a model's weights into the layers of the chosen backend. tp_comm: see Decoder; memory: see NativeDecoder.
 
     Raises ConfigError if a tensor is missing or has the wrong shape.
     """
     if choice.engine is not None and choice.native_model:
-        return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8)
+        return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8, memory=memory)
     experts = None if choice.engine is None else partial(NativeMoe, choice.engine, dtype)
     return Decoder(config, weights, device, context_length, tp_comm, experts)
 

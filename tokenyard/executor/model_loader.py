@@ -1,5 +1,6 @@
 """Loads a model by name into an executor."""
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -23,6 +24,13 @@ from tokenyard.executor.cuda_graph_runner import why_not as why_not_record
 from tokenyard.executor.distributed.partition import ModelPartition, layers_only
 from tokenyard.executor.draft_model import ModelDrafter
 from tokenyard.executor.drafter import Choose, Drafter, NgramDrafter
+from tokenyard.executor.formats.converted import (
+    BESIDE,
+    ConvertedFile,
+    ConvertedFileWriter,
+    UnusableFileError,
+    WeightsMemory,
+)
 from tokenyard.executor.formats.on_load import QuantizedOnLoad
 from tokenyard.executor.formats.unpacked import UnpackedMatrices
 from tokenyard.executor.forward_batch import PageTable
@@ -44,6 +52,7 @@ from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.executor.models.model_backend import ModelBackend, TorchModel
 from tokenyard.executor.models.stacked_params import checkpoint_weights, cut_out
+from tokenyard.executor.native.build import library_name
 from tokenyard.executor.native.lora import NativeLoraPool
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.runner import ModelExecutor
@@ -384,7 +393,8 @@ def _load_draft_layers(
     config: ModelConfig, given: LoadOptions, context_length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[BackendChoice, Decoder | NativeDecoder]:
     """Load the weights of the draft model, which has this config. Returns how it is computed, and its layers."""
-    choice = _choose_backends(replace(given, quantization="none", deterministic=False), config, dtype, device)
+    given = replace(given, quantization="none", deterministic=False)
+    choice = _choose_backends(given, config, dtype, device)
     folder = resolve_model_path(given.draft_model)
     return choice, _load_layers(choice, config, folder, given, device, dtype, context_length, None)
 
@@ -504,13 +514,81 @@ def _load_layers(
             weights = part.weights(weights, config)
             config = part.config(config)
         tp_comm = part.tp_comm if part is not None else None
-        layers = load_layers(choice, config, weights, device, dtype, context_length, tp_comm)
+
+        def load(memory: WeightsMemory | None) -> Decoder | NativeDecoder:
+            return load_layers(choice, config, weights, device, dtype, context_length, tp_comm, memory)
+
+        layers = _load_converted(load, choice, folder, given, dtype)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
     if files is not None and (part is None or part.takes_all):
         files.warn_unused()
     unpacked.log()
     return layers
+
+
+def _load_converted(
+    load: Callable[[WeightsMemory | None], Decoder | NativeDecoder],
+    choice: BackendChoice,
+    folder: Path,
+    given: LoadOptions,
+    dtype: torch.dtype,
+) -> Decoder | NativeDecoder:
+    """Load a model, from its converted file where there is one that fits."""
+    path = converted_path(folder)
+    if not choice.native_model or given.load_format == "dummy" or not path.exists():
+        return load(None)
+    try:
+        found = load(ConvertedFile(path, _facts(choice, folder, dtype, given.quantization), folder))
+    except UnusableFileError as error:
+        logger.warning("%s; it is ignored", error.message)
+        return load(None)
+    logger.info("weights are mapped from %s", path)
+    return found
+
+
+def converted_path(folder: Path) -> Path:
+    """Return where `convert_weights` puts its file: next to the GGUF file, or in the folder."""
+    link = folder / LINK
+    file = link.resolve() if link.exists() else folder / "model"
+    return file.with_name(file.name + BESIDE)
+
+
+def convert_weights(model_path: str, dtype: str, quantization: str, threads: int = 0) -> tuple[Path, int]:
+    """Write a model's weights as native products on this machine take them, to be mapped at later starts.
+
+    dtype, quantization, threads: see LoadOptions. Memory is bounded, as the file is mapped while it is written. Returns
+    its path and bytes. Raises ConfigError, in one line.
+    """
+    given = LoadOptions(device="cpu", dtype=dtype, quantization=quantization, threads=threads, model_impl="native")
+    folder, device = resolve_model_path(model_path), torch.device("cpu")
+    config = read_folder_config(folder)
+    kind = choose_dtype(dtype, device, config)
+    choice = _choose_backends(given, config, kind, device)
+    path = converted_path(folder)
+    writer = ConvertedFileWriter(path, _facts(choice, folder, kind, quantization), folder)
+    unpacked = UnpackedMatrices()
+    try:
+        with torch.inference_mode():
+            weights, _ = _open_weights(config, folder, given, device, kind, unpacked)
+            load_layers(choice, config, weights, device, kind, 1, memory=writer)
+        size = writer.finish()
+    finally:
+        writer.discard()
+    unpacked.log()
+    return path, size
+
+
+def _facts(choice: BackendChoice, folder: Path, dtype: torch.dtype, quantization: str) -> dict[str, str]:
+    """What decides the bytes of a converted file, beside the checkpoint's."""
+    assert choice.engine is not None
+    return {
+        "kernels": library_name(),
+        "instructions": choice.engine.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": quantization,
+        "config": hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16).hexdigest(),
+    }
 
 
 def _make_adapters(

@@ -37,7 +37,7 @@ class NativeConfig(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "gate_limit", "embedding_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
         ("vocabulary", ctypes.c_int64),
-        *((name, Pointer) for name in ("windows", "embedding", "cos_sin", "experts", "expert_layers")),
+        *((name, Pointer) for name in ("windows", "cos_sin", "experts", "expert_layers")),
     )
 
 
@@ -204,8 +204,10 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_model_new": (pointer, [pointer, number, ctypes.POINTER(NativeConfig)]),
         "ty_model_parts": (number, [pointer, *[number] * 4, pointer, pointer]),
         "ty_model_order": (None, [pointer, *[number] * 3, pointer]),
-        "ty_model_place": (numbers, [pointer]),
+        "ty_model_measure": (numbers, [pointer]),
+        "ty_model_place": (number, [pointer, pointer]),
         "ty_model_linear": (None, [pointer, *[number] * 4, pointer, pointer]),
+        "ty_model_embedding": (None, [pointer, pointer]),
         "ty_model_vector": (None, [pointer, number, number, pointer]),
         "ty_model_slots": (numbers, [pointer, number, numbers]),
         "ty_model_adapter": (None, [pointer, number, number, number, numbers, pointer, pointer]),

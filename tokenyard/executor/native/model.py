@@ -1,10 +1,11 @@
 """A model whose steps the native library runs, each in one call."""
 
 import ctypes
+import hashlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.formats.packed import LinearPart, PackedBytes, PackedSource, divide, unpacked
+from tokenyard.executor.formats.converted import WeightsMemory
+from tokenyard.executor.formats.packed import LinearPart, PackedBytes, PackedRows, PackedSource, divide, unpacked
 from tokenyard.executor.formats.weight_format import INT8, STORED, WeightFormat
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
@@ -56,6 +58,8 @@ class NativeDecoder:
     file, which is mapped.
 
     int8: other matrices of products are rounded to bytes, with a scale for each output; embeddings stay.
+    memory: where weights of products and a packed embedding lie; None for the library's memory. Files that do not fit
+    raise UnusableFileError before anything is read.
 
     `adapters` is set before a step: the slot of each token's adapter (see NativeLoraPool), None where no token has one.
     `weight_bytes` is the size of the weights of products.
@@ -72,11 +76,13 @@ class NativeDecoder:
         context_length: int,
         *,
         int8: bool = False,
+        memory: WeightsMemory | None = None,
     ) -> None:
         self.engine, self.config, self.dtype = engine, config, dtype
         self._unpacked = INT8 if int8 else STORED
         self.adapters: npt.NDArray[np.int32] | None = None
-        self._embedding, self._embedding_format = self._read_embedding(weights)
+        self._memory = memory
+        self._embedding_rows = self._packed_embedding(weights)
         self._cos_sin = {
             rope: rotary_table(rope, config.head_dim, context_length) for rope in dict.fromkeys(config.ropes)
         }
@@ -97,13 +103,23 @@ class NativeDecoder:
         if getattr(self, "model", None):
             self.engine.functions.ty_model_free(self.model)
 
-    def _read_embedding(self, weights: Weights) -> tuple[torch.Tensor | PackedBytes, int]:
-        """The embedding and the library's number of its format."""
-        name, shape = f"{EMBEDDING}.weight", (self.config.vocab_size, self.config.hidden_size)
-        packed = weights.packed(name, shape) if isinstance(weights, PackedSource) else None
-        if packed is not None:
-            return packed.read(), packed.format.number
-        return weights.get(name, shape).contiguous(), STORED
+    def _packed_embedding(self, weights: Weights) -> PackedRows | None:
+        """The embedding as it is stored; None where it is numbers."""
+        shape = self.config.vocab_size, self.config.hidden_size
+        return weights.packed(f"{EMBEDDING}.weight", shape) if isinstance(weights, PackedSource) else None
+
+    def _load_embedding(self, weights: Weights, place: PackedBytes | None) -> torch.Tensor | PackedBytes:
+        """Give the library the embedding, which lies in `place` or is put there if there is one; returns its owner."""
+        rows, functions = self._embedding_rows, self.engine.functions
+        if rows is None:
+            numbers = weights.get(f"{EMBEDDING}.weight", (self.config.vocab_size, self.config.hidden_size)).contiguous()
+            functions.ty_model_embedding(self.model, address(numbers))
+            return numbers
+        found = rows.read() if place is None else place
+        if place is not None and self._memory is not None and not self._memory.filled:
+            place[:] = rows.read().reshape(-1)
+        functions.ty_model_embedding(self.model, found.ctypes.data)
+        return found
 
     def _make(self, dtype: torch.dtype, int8: bool) -> int:
         """Create the library's model, which has room for all weights."""
@@ -133,10 +149,7 @@ class NativeDecoder:
             logit_softcap=config.logit_softcap,
             vocabulary=config.vocab_size,
             windows=ctypes.addressof(windows),
-            embedding_format=self._embedding_format,
-            embedding=(
-                address(self._embedding) if isinstance(self._embedding, torch.Tensor) else self._embedding.ctypes.data
-            ),
+            embedding_format=STORED if self._embedding_rows is None else self._embedding_rows.format.number,
             cos_sin=ctypes.addressof(tables),
             experts=None if experts is None else ctypes.addressof(experts),
             expert_layers=ctypes.addressof(having),
@@ -180,13 +193,31 @@ class NativeDecoder:
                     functions.ty_model_order(*place, order.ctypes.data)
                 if functions.ty_model_parts(*place, len(parts), formats, outputs):
                     raise AssertionError(f"parts of {list(one.outputs)} do not end with panels")
-        placed = int(functions.ty_model_place(self.model))
-        if placed < 0:
+        nbytes = int(functions.ty_model_measure(self.model))
+        reserved = self._reserve(nbytes, products)
+        if functions.ty_model_place(self.model, None if reserved is None else reserved[0].ctypes.data):
             raise ConfigError(NO_MEMORY)
         for one, parts in products:
             for number, part in enumerate(parts):
                 self._load_part(weights, one, number, part)
-        return placed
+        self._embedding = self._load_embedding(weights, None if reserved is None else reserved[1])
+        return nbytes
+
+    def _reserve(
+        self, nbytes: int, products: Sequence[tuple[_Linear, tuple[LinearPart, ...]]]
+    ) -> tuple[PackedBytes, PackedBytes] | None:
+        """Memory of `memory` for products and embedding; None for the library's. Raises UnusableFileError."""
+        if self._memory is None:
+            return None
+        rows, layout = self._embedding_rows, hashlib.blake2b(digest_size=16)
+        for one, parts in products:
+            layout.update(repr(one).encode())
+            for part in parts:
+                layout.update(repr((part.matrices, part.format)).encode())
+                for packed in part.packed:
+                    layout.update(b"" if packed.order is None else packed.order.tobytes())
+        layout.update(repr(None if rows is None else (rows.format, rows.shape)).encode())
+        return self._memory.reserve(layout.hexdigest(), (nbytes, 0 if rows is None else rows.nbytes))
 
     def _divided(self, weights: Weights) -> list[tuple[_Linear, tuple[LinearPart, ...]]]:
         """All products, each in parts of one format."""
@@ -209,10 +240,14 @@ class NativeDecoder:
 
     def _load_part(self, weights: Weights, one: _Linear, number: int, part: LinearPart) -> None:
         call = partial(self.engine.functions.ty_model_linear, self.model, one.layer, one.which, one.expert, number)
-        if not part.packed:
-            return with_addresses(call, *fused_parts(weights, dict(part.matrices), one.inputs, one.bias))
         biases = [weights.get(f"{name}.bias", (rows,)).float() for name, rows in part.matrices] if one.bias else []
         bias = torch.cat(biases) if biases else None
+        if self._memory is not None and self._memory.filled:
+            call(None, None if bias is None else address(bias))
+            return
+        if not part.packed:
+            weight, _ = fused_parts(weights, dict(part.matrices), one.inputs, bias=False)
+            return with_addresses(call, weight, bias)
         data = part.read()
         call(data.ctypes.data, None if bias is None else address(bias))
 

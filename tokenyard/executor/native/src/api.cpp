@@ -74,7 +74,7 @@ struct AloneExperts {
         : pool(of), width(kernels_of(level)->width),
           rows(of, typed_of(level, config.dtype), width, ty::facts_of(config)) {
         layer.shape(typed_of(level, config.dtype), ty::facts_of(config));
-        ty::place_linears(layer.linears(), width, memory);
+        ty::place_linears(layer.linears(), memory.get_of<char>(ty::measure_linears(layer.linears(), width)));
     }
 };
 
@@ -174,15 +174,17 @@ void ty_model_order(void *model, int layer, int which, int expert, const int32_t
     linear.order.assign(order, order + linear.inputs);
 }
 
-int64_t ty_model_place(void *model) {
-    int64_t bytes = -1;
-    guarded([&] { bytes = ((ty::Model *)model)->place(); });
-    return bytes;
+int64_t ty_model_measure(void *model) { return ((ty::Model *)model)->measure(); }
+
+int ty_model_place(void *model, void *memory) {
+    return guarded([&] { ((ty::Model *)model)->place(memory); });
 }
 
 void ty_model_linear(void *model, int layer, int which, int expert, int part, const void *weights, const float *bias) {
     ((ty::Model *)model)->set_linear(layer, which, expert, part, weights, bias);
 }
+
+void ty_model_embedding(void *model, const void *table) { ((ty::Model *)model)->set_embedding(table); }
 
 void ty_model_vector(void *model, int layer, int which, const float *numbers) {
     ((ty::Model *)model)->set_vector(layer, which, numbers);
@@ -271,7 +273,8 @@ void *ty_linear_new(void *pool, int level, int dtype, int64_t inputs, int gated,
             alone->linear.outputs += outputs[i];
         if (!set_parts(alone->linear, alone->kernels, alone->width, count, formats, outputs))
             return;
-        ty::place_linears({&alone->linear}, alone->width, alone->memory);
+        const int64_t bytes = ty::measure_linears({&alone->linear}, alone->width);
+        ty::place_linears({&alone->linear}, alone->memory.get_of<char>(bytes));
         made = alone.release();
     });
     return made;

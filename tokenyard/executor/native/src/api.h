@@ -26,15 +26,14 @@ struct ty_experts {
 // int8: products take weights rounded to int8 where ty_model_parts names no format. rotated: dimensions of a head that
 // are. gate, gate_limit: see ty_experts. embedding_format: TY_STORED or a packed one.
 // embedding_scale: on embeddings. attention_scale, attention_softcap: see Attending in kernels.h; logit_softcap likewise,
-// of logits. windows: int32[layers], tokens that a query sees, 0 for all. embedding: [vocabulary, hidden]. cos_sin:
-// float[positions, rotated] for each layer. Both must outlive the model. experts: null for none; expert_layers:
+// of logits. windows: int32[layers], tokens that a query sees, 0 for all. cos_sin:
+// float[positions, rotated] for each layer, which must outlive the model. experts: null for none; expert_layers:
 // int32[layers], whether a layer has experts in the place of gate, up and down.
 struct ty_config {
     int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim, rotated, gate, embedding_format;
     float eps, gate_limit, embedding_scale, attention_scale, attention_softcap, logit_softcap;
     int64_t vocabulary;
     const int32_t *windows;
-    const void *embedding;
     const float *const *cos_sin;
     const ty_experts *experts;
     const int32_t *expert_layers;
@@ -96,11 +95,16 @@ TY_API int ty_model_parts(void *model, int layer, int which, int expert, int cou
                           const int64_t *outputs);
 // Say in which order a product's packed weights take their inputs: int32[inputs], the input that comes first, and so on.
 TY_API void ty_model_order(void *model, int layer, int which, int expert, const int32_t *order);
-// Get memory for all weights of products; returns how many bytes, -1 where there are none.
-TY_API int64_t ty_model_place(void *model);
-// Lay out weights [outputs, inputs] of a part. bias: float[outputs] or null. See ty_model_parts.
+// Bytes of all weights of products, as they lie in memory.
+TY_API int64_t ty_model_measure(void *model);
+// Where they lie: in so many bytes that begin with a cache line and outlive the model, or, for null, in memory of its own.
+TY_API int ty_model_place(void *model, void *memory);
+// Lay out weights [outputs, inputs] of a part; null where the memory has them already. bias: float[outputs] or null. See
+// ty_model_parts.
 TY_API void ty_model_linear(void *model, int layer, int which, int expert, int part, const void *weights,
                             const float *bias);
+// The embedding, [vocabulary, hidden] in the format of the config, which must outlive the model.
+TY_API void ty_model_embedding(void *model, const void *table);
 // TY_Q_NORM, TY_K_NORM: float[head_dim]; TY_SINKS: float[heads], see Attending; the other norms: float[hidden].
 TY_API void ty_model_vector(void *model, int layer, int which, const float *numbers);
 // Room for `slots` adapters of ranks up to `rank`, once for a model; returns the bytes that each takes, -1 where memory ran out.

@@ -54,17 +54,24 @@ Linear &Model::linear(int layer, int which, int expert) {
     return expert < 0 && which != TY_ROUTER ? own.linears[which] : own.experts.linear(which, expert);
 }
 
-int64_t Model::place() {
-    std::vector<Linear *> linears;
+std::vector<Linear *> Model::linears() {
+    std::vector<Linear *> found;
     for (Layer &layer : layers_) {
         for (int i = 0; i < (layer.has_experts() ? TY_GATE_UP : 4); i++)
-            linears.push_back(&layer.linears[i]);
+            found.push_back(&layer.linears[i]);
         if (layer.has_experts())
             for (Linear *one : layer.experts.linears())
-                linears.push_back(one);
+                found.push_back(one);
     }
-    linears.push_back(&head_);
-    return place_linears(linears, all_.width, weights_);
+    found.push_back(&head_);
+    return found;
+}
+
+int64_t Model::measure() { return measure_linears(linears(), all_.width); }
+
+void Model::place(void *memory) {
+    const int64_t bytes = measure();
+    place_linears(linears(), memory ? (char *)memory : weights_.get_of<char>(bytes));
 }
 
 void Model::set_linear(int layer, int which, int expert, int part, const void *weights, const float *bias) {
@@ -113,9 +120,9 @@ bool Model::step(const ty_step &step) {
     Awake awake(pool_);
     timed(EMBED, [&] {
         if (config_.embedding_format == TY_STORED)
-            kernels_.embed(config_.embedding, step.token_ids, config_.embedding_scale, x_, step.tokens, config_.hidden);
+            kernels_.embed(embedding_, step.token_ids, config_.embedding_scale, x_, step.tokens, config_.hidden);
         else
-            unpack_rows(config_.embedding_format, config_.embedding, step.token_ids, config_.embedding_scale, x_,
+            unpack_rows(config_.embedding_format, embedding_, step.token_ids, config_.embedding_scale, x_,
                         step.tokens, config_.hidden);
     });
     timed(PREPARE, [&] { prepare(step); });

@@ -18,9 +18,12 @@ class Model {
 
     // A product, whose parts may be changed until place() is called. expert: -1 where it is not one of an expert.
     Linear &linear(int layer, int which, int expert);
-    // Get memory for the weights of all products; returns how many bytes.
-    int64_t place();
+    // Bytes of the weights of all products, whose parts do not change any more.
+    int64_t measure();
+    // Keep them in so many bytes of memory that outlive the model; null for memory of its own.
+    void place(void *memory);
     void set_linear(int layer, int which, int expert, int part, const void *weights, const float *bias);
+    void set_embedding(const void *table) { embedding_ = table; }
     void set_vector(int layer, int which, const float *numbers);
     // Room for so many adapters of ranks up to `rank`; called once. Returns the bytes that each takes.
     int64_t reserve_slots(int slots, int64_t rank);
@@ -54,6 +57,7 @@ class Model {
         const int64_t *slots;
     };
 
+    std::vector<Linear *> linears();
     void multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
                   int64_t rows, const Changes &changes = {});
     // What adapters add to a product of a layer.
@@ -75,6 +79,7 @@ class Model {
     const Kernels &all_;
     const TypedKernels &kernels_;
     const ty_config config_;
+    const void *embedding_ = nullptr;
     const int64_t q_size_, kv_size_, active_bytes_;
     std::vector<Layer> layers_;
     std::vector<float> norm_;

@@ -42,7 +42,7 @@ bool can_divide(const std::vector<LinearPart> &parts, bool gated, int width) {
     return true;
 }
 
-int64_t place_linears(const std::vector<Linear *> &linears, int width, Block &memory) {
+int64_t measure_linears(const std::vector<Linear *> &linears, int width) {
     int64_t bytes = 0;
     for (Linear *one : linears) {
         int64_t first = 0;
@@ -53,13 +53,15 @@ int64_t place_linears(const std::vector<Linear *> &linears, int width, Block &me
             bytes += round_up(part.count * part.kernels->panel_bytes(one->inputs), LINE_BYTES);
         }
     }
-    char *next = memory.get_of<char>(bytes);
+    return bytes;
+}
+
+void place_linears(const std::vector<Linear *> &linears, char *memory) {
     for (Linear *one : linears)
         for (LinearPart &part : one->parts) {
-            part.panels = next;
-            next += round_up(part.count * part.kernels->panel_bytes(one->inputs), LINE_BYTES);
+            part.panels = memory;
+            memory += round_up(part.count * part.kernels->panel_bytes(one->inputs), LINE_BYTES);
         }
-    return bytes;
 }
 
 void pack(Pool &pool, int width, Linear &linear, size_t which, const void *weights, const float *bias) {
@@ -73,7 +75,8 @@ void pack(Pool &pool, int width, Linear &linear, size_t which, const void *weigh
         const int64_t row = panel / halves * width, begin = panel % halves * half + row;
         const int64_t rows = most(0, least(width, half - row));
         const char *from = (const char *)weights + begin * row_bytes;
-        part.kernels->pack_panel(from, rows, linear.inputs, part.panels, panel);
+        if (weights)
+            part.kernels->pack_panel(from, rows, linear.inputs, part.panels, panel);
         for (int64_t i = 0; bias && i < rows; i++)
             linear.bias[(size_t)((part.first + panel) * width + i)] = bias[begin + i];
     });

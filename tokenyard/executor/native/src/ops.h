@@ -45,9 +45,11 @@ struct Linear {
 
 // Whether outputs can be divided so: all parts but the last begin and end with a pair of panels.
 bool can_divide(const std::vector<LinearPart> &parts, bool gated, int width);
-// Give memory to weights whose parts are known, one after the other. Returns how many bytes they take.
-int64_t place_linears(const std::vector<Linear *> &linears, int width, Block &memory);
-// Lay out the weights [outputs, inputs] of a part. bias: float[outputs] or null.
+// Count the panels of weights whose parts are known. Returns how many bytes they take, one after the other.
+int64_t measure_linears(const std::vector<Linear *> &linears, int width);
+// Give them memory of so many bytes, which begins with a cache line.
+void place_linears(const std::vector<Linear *> &linears, char *memory);
+// Lay out the weights [outputs, inputs] of a part, null where the memory has them already. bias: float[outputs] or null.
 void pack(Pool &pool, int width, Linear &linear, size_t part, const void *weights, const float *bias);
 
 // Rows in each form that some product takes.

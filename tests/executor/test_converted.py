@@ -1,0 +1,183 @@
+"""Converted weights: the same logits as without, and no file that does not fit is used."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from tests.executor.packed_models import all_logits, load, save_plain
+from tests.executor.tiny_models import prompt_of
+from tokenyard.base import ConfigError
+from tokenyard.cli.main import main
+from tokenyard.executor.formats import converted
+from tokenyard.executor.model_loader import convert_weights
+from tokenyard.executor.native.library import NoLibraryError, load_library
+
+try:
+    LIBRARY = load_library()
+except NoLibraryError as error:
+    pytest.skip(f"no native library: {error}", allow_module_level=True)
+
+PROMPT = prompt_of(20, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def own(models, tmp_path):
+    """A copy of a packed model, which tests may change."""
+
+    def make(case, kind):
+        found = Path(models(case, kind)[0])
+        target = tmp_path / "model"
+        if found.is_dir():
+            shutil.copytree(found, target)
+            return str(target)
+        target.mkdir()
+        return shutil.copy2(found, target)
+
+    return make
+
+
+def convert(path, quantization="none"):
+    return str(convert_weights(path, "float32", quantization, 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "quantization"),
+    [
+        ("llama", "Q4_K_M", "none"),
+        ("moe", "Q8_0", "none"),
+        ("windows", "partly", "none"),
+        ("llama", "gptq-order", "none"),
+        ("llama", "awq", "q8"),
+        ("llama", "partly", "int8"),
+    ],
+)
+def test_logits_are_the_same_bits(own, caplog, case, kind, quantization):
+    path = own(case, kind)
+    options = {"quantization": quantization}
+    expected = all_logits(load(path, **options), PROMPT)
+    file = convert(path, quantization=quantization)
+    assert Path(file).parent == Path(path).parent or Path(file).parent == Path(path)
+    with caplog.at_level("INFO"):
+        assert torch.equal(all_logits(load(path, **options), PROMPT), expected)
+    assert f"weights are mapped from {file}" in caplog.text
+
+
+def test_a_plain_checkpoint_is_converted_as_it_is_quantized(tmp_path, capsys):
+    save_plain(LlamaConfig, {"attention_bias": True}, tmp_path)
+    expected = all_logits(load(str(tmp_path), quantization="q4"), PROMPT)
+    assert main(["convert", str(tmp_path), "--quantization", "q4", "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/model.packed: 0.00 GB in ")
+    assert torch.equal(all_logits(load(str(tmp_path), quantization="q4"), PROMPT), expected)
+
+
+def touched(path):
+    os.utime(path, ns=(1, 1))
+
+
+def another_number(path):
+    data = bytearray(Path(path).read_bytes())
+    data[-100] ^= 1
+    Path(path).write_bytes(data)
+
+
+def library_of_another_version(monkeypatch):
+    monkeypatch.setattr("tokenyard.executor.model_loader.library_name", lambda: "another")
+
+
+def other_instructions(monkeypatch):
+    if len(LIBRARY.levels()) < 2:
+        pytest.skip("this CPU has one kind of kernels")
+    monkeypatch.setattr(LIBRARY, "level", 0)
+
+
+MISFITS = {
+    "content": (another_number, None, {}, "was made from other weights"),
+    "dtype": (None, None, {"dtype": "bfloat16"}, "was made for --dtype float32, and this is bfloat16"),
+    "quantization": (None, None, {"quantization": "q8"}, "was made with --quantization none, and this is q8"),
+    "version": (None, library_of_another_version, {}, "was made by another version of tokenyard"),
+    "instructions": (None, other_instructions, {}, "kernels, and this machine uses plain"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_is_ignored(own, caplog, monkeypatch, case):
+    path = own("llama", "Q4_0")
+    file = convert(path)
+    change, machine, options, message = MISFITS[case]
+    if change:
+        change(path)
+    if machine:
+        machine(monkeypatch)
+    found = all_logits(load(path, **options), PROMPT)
+    line = next(record.getMessage() for record in caplog.records if "is ignored" in record.getMessage())
+    assert line.startswith(f"{file} was made ")
+    assert line.endswith(f"{message}; run `tokenyard convert` again; it is ignored")
+    Path(file).unlink()
+    assert torch.equal(found, all_logits(load(path, **options), PROMPT))
+
+
+def test_a_copy_with_another_time_is_the_same_content(own, caplog):
+    path = own("llama", "Q4_0")
+    convert(path)
+    touched(path)
+    with caplog.at_level("INFO"):
+        load(path)
+    assert "weights are mapped from" in caplog.text
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(own, monkeypatch):
+    path = own("llama", "Q4_0")
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(converted.os, "posix_fallocate", full)
+    before = set(Path(path).parent.iterdir())
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        convert(path)
+    assert set(Path(path).parent.iterdir()) == before
+
+
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory):
+    """A model, its converted file and the logits."""
+    path = models("llama", "Q4_K_M")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        path = str(shutil.copy2(path, tmp_path_factory.mktemp("own")))
+        file = convert(path)
+        return path, file, Path(file).read_bytes(), all_logits(load(path), PROMPT)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_are_refused(whole, data):
+    """A flipped bit, a cut, zeros or other bytes anywhere: the file is ignored, or nothing that matters was changed."""
+    path, file, original, expected = whole
+    changed = bytearray(original)
+    kind = data.draw(st.sampled_from(["flip", "cut", "zeros", "more", "head"]))
+    place = data.draw(st.one_of(st.integers(0, len(changed) - 1), st.integers(0, 4096)))
+    if kind == "flip":
+        changed[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        del changed[place:]
+    elif kind == "zeros":
+        changed[place : place + 5000] = bytes(len(changed[place : place + 5000]))
+    elif kind == "more":
+        changed += data.draw(st.binary(min_size=1, max_size=9))
+    else:
+        changed[: place % 300] = data.draw(st.binary(min_size=place % 300, max_size=place % 300))
+    Path(file).unlink()
+    Path(file).write_bytes(changed)
+    assert torch.equal(all_logits(load(path), PROMPT), expected)
