@@ -377,6 +377,12 @@ class DeclaredSettings(SharedSettings):
         list, "server", "web origins that may call, separated by commas; none if absent"
     )
     max_body_mb: float = setting(32.0, "server", "largest request body in megabytes", NumberRange(ABOVE_ZERO, 1e6))
+    file_storage_path: str = setting(
+        "", "server", "folder for /v1/files and /v1/batches, of this server alone; off if absent"
+    )
+    max_file_storage_mb: float = setting(
+        1000.0, "server", "most megabytes of files that a tenant may keep there", NumberRange(ABOVE_ZERO, 1e9)
+    )
     max_prompts: int = setting(1024, "server", "most prompts in one request", POSITIVE_COUNT)
     strict_api: bool = setting(False, "server", "refuse requests with unknown fields instead of ignoring the fields")
     stream_interval: int = setting(1, "server", "tokens between two chunks of a stream", POSITIVE_COUNT)

@@ -3,7 +3,7 @@
 Handlers of requests need only `GenerateClient`; probes and control routes need only `ControlClient`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -106,6 +106,9 @@ class ControlClient(Protocol):
 
     async def pause_request(self, rid: str) -> bool:
         """Pause a request; False if there is none."""
+
+    def hold(self, rids: Sequence[str], *, held: bool) -> None:
+        """Keep these requests from running, or let them go on; unknown ones are ignored."""
 
     async def resume_request(self, rid: str) -> bool:
         """Resume a request; False if there is none."""

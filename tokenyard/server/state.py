@@ -50,6 +50,8 @@ class ServerOptions:
     max_body_bytes: int = 32_000_000
     max_prompts: int = 1024
     lora_dirs: tuple[str, ...] = ()
+    file_storage_path: str = ""
+    max_file_storage_mb: float = 1000.0
     strict_api: bool = False
     tool_call_parser: str = ""
     stream_interval: int = 1
@@ -90,6 +92,7 @@ class ServerState:
         self.responses = ResponseStore()
         self.prompts = PromptHistory()
         self.phase: Phase = "loading"
+        self.on_ready: list[Callable[[], None]] = []
         self.created_s = int(time.time())
         self._started_as = uuid.uuid4().hex
         self._engine: EngineClient | None = None
@@ -108,6 +111,8 @@ class ServerState:
             engine.template_sources, engine.tokenizer, self.options.tool_call_parser, engine.response_template
         )
         self.phase = "ready"
+        for begin in self.on_ready:
+            begin()
 
     @property
     def boot_id(self) -> str:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -233,6 +233,17 @@ class TokenizerManager:
     async def resume_request(self, rid: str) -> bool:
         """Let a paused request go on; False if there is none with this id."""
         return self._set_paused(rid, paused=False)
+
+    def hold(self, rids: Sequence[str], *, held: bool) -> None:
+        """Keep requests from running, or let them go on; one that has ended or that a client has paused stays so.
+
+        Those that run give their places up.
+        """
+        streams = [stream for rid in rids for stream in self._streams.with_rid(rid) if not stream.paused]
+        for client in dict.fromkeys(stream.client for stream in streams):
+            numbers = [number for stream in streams if stream.client is client for number in stream.open_numbers]
+            if numbers:
+                client.send(Pause(numbers=numbers) if held else Resume(numbers))
 
     def _set_paused(self, rid: str, *, paused: bool) -> bool:
         streams = self._streams.with_rid(rid)

@@ -1,5 +1,6 @@
 """The ASGI application: routes, error handlers and the OpenAPI page."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,8 +34,8 @@ from tokenyard.server.native import control_routes, lora_routes, policy_routes, 
 from tokenyard.server.native import generate as native
 from tokenyard.server.native.live_feed import LiveFeed
 from tokenyard.server.ollama import api as ollama
+from tokenyard.server.openai import batches, embeddings, response_store, responses
 from tokenyard.server.openai import completions as openai
-from tokenyard.server.openai import embeddings, response_store, responses
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
 from tokenyard.server.state import ServerState
 from tokenyard.ui.files import HEADERS, SERVER_PAGE, read_file
@@ -63,8 +64,6 @@ NOT_OFFERED: tuple[tuple[str, str], ...] = (
     ("/v1/audio", "audio"),
     ("/v1/images", "images"),
     ("/v1/moderations", "moderation"),
-    ("/v1/files", "files; `tokenyard generate --input` answers many requests at once"),
-    ("/v1/batches", "batches; `tokenyard generate --input` answers many requests at once"),
     ("/v1/assistants", "assistants, as it keeps no state between requests"),
     ("/v1/threads", "threads, as it keeps no state between requests"),
     ("/v1/responses/", "other operations on responses than GET and DELETE: none runs in the background"),
@@ -117,6 +116,7 @@ def create_app(state: ServerState) -> ASGIApp:
         api.add_api_route(path, _page_file, methods=["GET", "HEAD"], include_in_schema=False)
     api.router.routes.append(Route("/v1/live", LiveFeed(state), methods=["GET"]))
     api.include_router(response_store.router)
+    api.include_router(batches.router)
     api.add_exception_handler(TokenyardError, _on_error)
     api.add_exception_handler(ClientGoneError, _on_client_gone)
     api.add_exception_handler(HTTPException, _on_http_exception)
@@ -129,6 +129,10 @@ def create_app(state: ServerState) -> ASGIApp:
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     app: ASGIApp = HotRouteApp(api, routes, EndpointPickerMetrics(state))
     options = state.options
+    api.state.batches = None
+    if options.file_storage_path:
+        max_bytes = int(options.max_file_storage_mb * 1_000_000)
+        api.state.batches = batches.Batches(Path(options.file_storage_path).expanduser(), max_bytes, app, state)
     if options.api_key or options.admin_api_key or options.tenant_keys:
         app = Authentication(
             app,

@@ -53,6 +53,8 @@ TABLE: dict[str, HttpOutcome] = {
     "invalid_api_key": HttpOutcome(401, "authentication_error"),
     "cross_site": HttpOutcome(403, "permission_error"),
     "not_found": _NOT_FOUND,
+    "storage_full": HttpOutcome(429, "rate_limit_error"),
+    "storage_failed": HttpOutcome(507, "server_error"),
     "model_not_found": _NOT_FOUND,
     "request_not_found": _NOT_FOUND,
     "response_not_found": _NOT_FOUND,

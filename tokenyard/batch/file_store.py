@@ -1,0 +1,174 @@
+"""Files that clients upload and batches write, on disk. A file belongs to a tenant, who alone can see it."""
+
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenyard.base import ConfigError, InvalidRequestError
+
+MAX_FILE_BYTES = 200_000_000
+"""OpenAI's limit for the input of a batch."""
+
+DEFAULT_AGE_S = 30 * 86400
+MIN_AGE_S, MAX_AGE_S = 3600, 30 * 86400
+"""OpenAI's limits of `expires_after`."""
+
+Clock = Callable[[], float]
+
+
+class StoredFile(msgspec.Struct):
+    """A file.
+
+    purpose: `batch` for an input, `batch_output` for what a batch wrote.
+    created_at, expires_at: Unix times.
+    """
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int
+
+    def public(self) -> dict[str, Any]:
+        """The file object of the API."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class StorageFullError(InvalidRequestError):
+    """A tenant's files take all that they may."""
+
+    code = "storage_full"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that after a crash it is either whole or not there."""
+    scratch = path.with_name(f".{path.name}.part")
+    with scratch.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def lock_folder(folder: Path, flag: str) -> int:
+    """Take a folder for this process until it ends; returns the descriptor of the lock. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"{flag} {folder} is used by another process; each needs a folder of its own") from error
+    return lock
+
+
+class FileStore:
+    """The files in a folder. Used from one thread at a time.
+
+    max_bytes: what the files of one tenant may take together.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, clock: Clock = time.time) -> None:
+        self._folder, self._max_bytes, self._clock = folder, max_bytes, clock
+        self._files: dict[str, StoredFile] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.glob("file-*.json")):
+            try:
+                record = msgspec.json.decode(path.read_bytes(), type=StoredFile)
+            except (OSError, msgspec.MsgspecError):
+                continue
+            if self._data(record.id).is_file():
+                self._files[record.id] = record
+        for path in folder.glob("file-*.data"):
+            # An upload that never ended.
+            if path.stem not in self._files:
+                path.unlink(missing_ok=True)
+
+    def new_file(
+        self, tenant: str, filename: str, purpose: str, data: bytes, age_s: int = DEFAULT_AGE_S, *, limited: bool = True
+    ) -> StoredFile:
+        """Keep a file. limited: whether it counts against what the tenant may keep.
+
+        Raises StorageFullError beyond that, and OSError if the disk does not take it.
+        """
+        self.sweep()
+        used = sum(file.bytes for file in self._files.values() if file.tenant == tenant)
+        if limited and used + len(data) > self._max_bytes:
+            message = f"your files take {used} of {self._max_bytes} bytes, and this one has {len(data)}; delete some"
+            raise StorageFullError(message, param="file")
+        now = int(self._clock())
+        file = StoredFile(f"file-{uuid.uuid4().hex}", tenant, filename, purpose, len(data), now, now + age_s)
+        try:
+            write_whole(self._data(file.id), data)
+            write_whole(self._record(file.id), msgspec.json.encode(file))
+        except OSError:
+            self._data(file.id).unlink(missing_ok=True)
+            raise
+        self._files[file.id] = file
+        return file
+
+    def find(self, tenant: str, name: str) -> StoredFile | None:
+        """A tenant's file; None if there is none of this id, or it has expired."""
+        file = self._files.get(name)
+        if file is None or file.tenant != tenant or file.expires_at <= self._clock():
+            return None
+        return file
+
+    def of_tenant(self, tenant: str) -> list[StoredFile]:
+        """A tenant's files, the newest first."""
+        self.sweep()
+        own = [file for file in self._files.values() if file.tenant == tenant]
+        return sorted(own, key=lambda file: (file.created_at, file.id), reverse=True)
+
+    def path(self, file: StoredFile) -> Path:
+        """Where the content of a file is."""
+        return self._data(file.id)
+
+    def delete(self, file: StoredFile) -> None:
+        """Remove a file."""
+        self._files.pop(file.id, None)
+        self._record(file.id).unlink(missing_ok=True)
+        self._data(file.id).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove files that have expired."""
+        now = self._clock()
+        for file in [file for file in self._files.values() if file.expires_at <= now]:
+            self.delete(file)
+
+    def _data(self, name: str) -> Path:
+        return self._folder / f"{name}.data"
+
+    def _record(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of each line of a file that is not blank."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield offset, line
+            offset += len(line)
