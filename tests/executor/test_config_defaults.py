@@ -36,6 +36,8 @@ FAMILIES = {
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "GptOssForCausalLM": "gpt-oss",
+    "Lfm2ForCausalLM": "lfm2",
+    "GraniteMoeHybridForCausalLM": "granite-hybrid",
 }
 """A case of each architecture, for its config class."""
 
@@ -70,6 +72,9 @@ REFUSED_BY_TRANSFORMERS |= {
     if given == "nulls" or given.startswith(("linear", "yarn", "longrope", "both-ages"))
 }
 NO_SUCH_MODELS = {
+    ("Lfm2ForCausalLM", "windows-everywhere"),
+    # Without kinds of layers none of its layers attends.
+    *(("GraniteMoeHybridForCausalLM", given) for given in GIVEN if given != "windows-nowhere"),
     # Its heads of 2 are rotated by a quarter, and no layer has a window.
     *(
         (family, given)

@@ -11,8 +11,11 @@ from tests.executor.crowded_yard import check_greedy_answers, yard_of
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, STATE_CASES, greedy, logits, prompt_of
 from tokenyard.base import ConfigError, LogprobOptions
-from tokenyard.executor.layers.delta_net import causal_conv, delta_chunks, delta_step
+from tokenyard.executor.layers.delta_net import delta_chunks, delta_step
+from tokenyard.executor.layers.mamba2 import ssm_chunks, ssm_step
+from tokenyard.executor.layers.recurrent import causal_conv
 from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.models.hf_config import read_model_config
 
 TOKENS = 9
 BACKENDS = ["gather", "auto"] if DEVICE == "cpu" else ["auto"]
@@ -100,12 +103,31 @@ def test_the_convolution_is_that_of_torch():
     torch.testing.assert_close(causal_conv(x, weights), expected)
 
 
+def test_the_scan_of_mamba_2_in_chunks_is_that_of_single_tokens():
+    """In float64, with decays from nearly none to nearly all."""
+    generator = torch.Generator().manual_seed(5)
+    tokens, heads, head_dim, state_size = 150, 3, 5, 8
+    values, writes, reads = (
+        torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
+        for size in (head_dim, state_size, state_size)
+    )
+    decay = -torch.randn(tokens, heads, generator=generator, dtype=torch.float64).mul(3).exp()
+    begin = torch.randn(heads, head_dim, state_size, generator=generator, dtype=torch.float64)
+    found, end = ssm_chunks(values, writes, reads, decay, begin)
+    state, expected = begin[None].clone(), []
+    for token in range(tokens):
+        single = (column[token : token + 1] for column in (values, writes, reads, decay))
+        expected.append(ssm_step(*single, state)[0])
+    torch.testing.assert_close(found, torch.stack(expected))
+    torch.testing.assert_close(end, state[0])
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"draft_tokens": 3}, "do not support speculation"),
         ({"lora_slots": 2}, "do not support LoRA"),
-        ({"model_impl": "native"}, "does not compute gated delta nets"),
+        ({"model_impl": "native"}, "does not compute recurrent states .gated delta nets"),
         ({"quantization": "int8"}, "needs a native model"),
         ({"deterministic": True}, "needs a native model"),
         ({"max_mamba_cache_size": 8}, "9 running requests need a slot each"),
@@ -161,6 +183,29 @@ def test_experts_in_one_tensor_per_layer(folder, tmp_path):
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     driver, prompt = Driver(load_executor(str(tmp_path), device=DEVICE, dtype="float32")), prompt_of(20, seed=1)
     assert driver.generate(driver.start(prompt), TOKENS) == greedy("qwen3.5-moe", prompt, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
+        ({"mamba_d_head": 8}, "6 heads of 8 in 1 groups do not make 96"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"layer_types": ["mamba"] * 4}, "names no full_attention"),
+    ],
+)
+def test_a_config_of_mamba_2_that_makes_no_sense_is_refused(folder, changes, says):
+    raw = json.loads((Path(folder("granite-hybrid")) / "config.json").read_text())
+    with pytest.raises(ConfigError, match=says):
+        read_model_config(raw | changes)
+
+
+def test_names_of_layers_in_older_files(folder):
+    raw = json.loads((Path(folder("granite-hybrid")) / "config.json").read_text())
+    kinds = {"linear_attention": "mamba", "full_attention": "attention"}
+    older = [kinds[kind] for kind in raw["layer_types"]]
+    assert read_model_config(raw | {"layer_types": older}) == read_model_config(raw)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_bfloat16_stays_near_float32(folder, case):
 @pytest.mark.parametrize(
     ("case", "options", "says"),
     [
-        ("gemma4", {"lora_slots": 2}, "share keys and values .* do not support LoRA"),
+        ("gemma4", {"lora_slots": 2}, "share keys and values do not support LoRA"),
         ("gemma4", {"model_impl": "native"}, "model_impl native does not compute layers that share keys and values"),
         ("gemma4", {"quantization": "q8"}, "needs a native model"),
     ],

@@ -10,6 +10,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -209,6 +211,12 @@ QWEN3_5_MOE = {
     "num_experts": 7,
     "num_experts_per_tok": 3,
 }
+GRANITE = {
+    **{"max_position_embeddings": 1024, "num_hidden_layers": 4, "mamba_n_heads": 6, "mamba_d_state": 12},
+    **{"shared_intermediate_size": 40, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+    **{"attention_multiplier": 0.2, "logits_scaling": 2.0},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 STATE_CASES = {
     "qwen3.5": (Qwen3_5TextConfig, QWEN3_5),
     "qwen3.5-odd": (
@@ -227,6 +235,30 @@ STATE_CASES = {
             **QWEN3_5_MOE,
             **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_hidden_layers": 4},
             **{"full_attention_interval": 2, "norm_topk_prob": False, "mlp_only_layers": [1]},
+        },
+    ),
+    "lfm2": (
+        Lfm2Config,
+        {
+            **{"max_position_embeddings": 1024, "num_hidden_layers": 5, "pad_token_id": 0, "block_multiple_of": 16},
+            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        },
+    ),
+    "lfm2-bias": (
+        Lfm2Config,
+        {
+            **{"max_position_embeddings": 1024, "num_hidden_layers": 4, "pad_token_id": 0, "conv_bias": True},
+            **{"conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1]},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite-hybrid": (GraniteMoeHybridConfig, {**GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"}),
+    "granite-hybrid-moe": (
+        GraniteMoeHybridConfig,
+        {
+            **GRANITE,
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "mamba_n_groups": 3},
+            **{"mamba_conv_bias": False, "mamba_proj_bias": True, "time_step_limit": (0.5, 1.5)},
         },
     ),
 }

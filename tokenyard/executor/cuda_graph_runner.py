@@ -150,7 +150,7 @@ def why_not(config: ModelConfig, device: torch.device, *, triton: bool, divided:
         "the device is no CUDA device": device.type != "cuda",
         "attention works on the host for every step (only --attention-backend triton does not)": not triton,
         "experts are chosen on the host": config.experts is not None,
-        "steps with recurrent states are not captured yet": config.delta_net is not None,
+        "steps with recurrent states are not captured yet": config.recurrent is not None,
         "ranks of a divided model record no steps yet": divided,
         "adapters change the products of a step": adapters,
     }

@@ -258,38 +258,34 @@ def _check_room(folder: Path, dtype: torch.dtype, choice: BackendChoice, given: 
 
 
 def refuse_unsupported(config: ModelConfig, given: LoadOptions, part: ModelPartition | None) -> None:
-    """Raise ConfigError for what does not work with layers that have a recurrent state, or share keys and values."""
-    if config.kv_sources and (given.lora_slots or part is not None):
-        what = "LoRA adapters; start without --enable-lora" if given.lora_slots else "--tp-size and --pp-size"
-        raise ConfigError(f"models whose layers share keys and values (Gemma 4) do not support {what}")
-    if config.delta_net is None:
-        return
+    """Raise ConfigError for what does not work with the layers of some families."""
+    drafts = config.recurrent is not None and given.draft_tokens
     reasons = {
-        "speculation: a refused draft would have to be taken out of the state; start without it": given.draft_tokens,
+        "speculation: a refused draft would have to be taken out of the state; start without it": drafts,
         "LoRA adapters; start without --enable-lora": given.lora_slots,
         "--tp-size, --pp-size and --enable-dp-attention; start without them": part is not None,
     }
     for reason, wanted in reasons.items():
-        if wanted:
-            raise ConfigError(f"models with recurrent states (gated delta net) do not support {reason}")
+        if config.special_layers and wanted:
+            raise ConfigError(f"models with {config.special_layers} do not support {reason}")
 
 
 def _state_bytes(config: ModelConfig, given: LoadOptions, dtype: torch.dtype) -> StateBytes | None:
     """What recurrent states take of the memory; None for a model without."""
-    if config.delta_net is None:
+    if config.recurrent is None:
         return None
     sized = given.max_mamba_cache_size
     slots = given.max_pool_rows if sized is None or not given.mamba_full_memory_ratio else sized
     return StateBytes(
-        slots * state_bytes(config.delta_net, dtype), given.mamba_full_memory_ratio if sized is None else 0.0
+        slots * state_bytes(config.recurrent, dtype), given.mamba_full_memory_ratio if sized is None else 0.0
     )
 
 
 def _choose_states(config: ModelConfig, given: LoadOptions, dtype: torch.dtype, num_pages: int) -> StateGroup | None:
-    if config.delta_net is None:
+    if config.recurrent is None:
         return None
     states = StateGroup.fitting(
-        state_bytes(config.delta_net, dtype),
+        state_bytes(config.recurrent, dtype),
         num_pages * given.page_size * kv_bytes_per_token(config, dtype),
         given.max_pool_rows,
         max_slots=given.max_mamba_cache_size,
@@ -304,11 +300,11 @@ def _choose_states(config: ModelConfig, given: LoadOptions, dtype: torch.dtype, 
 
 
 def _make_states(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> StatePool | None:
-    if config.delta_net is None or info.states is None:
+    if config.recurrent is None or info.states is None:
         return None
     slots = info.max_pool_rows + info.states.num_slots
     try:
-        return StatePool(config.delta_net, slots, device, dtype)
+        return StatePool(config.recurrent, slots, device, dtype)
     except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no special error for it
         raise ConfigError(
             f"{slots} recurrent states take {slots * info.states.slot_bytes / 2**30:.1f} GiB, more than {device} has "
@@ -407,7 +403,7 @@ def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_l
         return None
     draft_folder = resolve_model_path(draft_model)
     found = read_folder_config(draft_folder)
-    if found.delta_net is not None:
+    if found.recurrent is not None:
         raise ConfigError(f"the draft model {draft_model} has recurrent states, from which drafts cannot be taken back")
     if found.vocab_size != config.vocab_size:
         raise ConfigError(

@@ -1,12 +1,15 @@
 """The memory of recurrent states, and which of them a step reads and writes."""
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from tokenyard.base import StepPlan
-from tokenyard.executor.models.config import DeltaNetConfig
+from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+
+RecurrentConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +46,14 @@ class StatePool:
     """The states of all layers that have one: a slot for each pool row, then those of the checkpoints.
 
     conv: [layers, slots, kernel - 1, channels], the last inputs of the convolution, in the dtype of the model.
-    recurrent: float32[layers, slots, value_heads, key_dim, value_dim].
+    recurrent: float32[layers, slots, *state_shape].
     """
 
-    def __init__(self, config: DeltaNetConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: RecurrentConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         layers = len(config.layers)
         # Not torch.empty and zero_: a CPU gives a slot its memory when it is first written to.
         self.conv = torch.zeros(layers, slots, config.kernel - 1, config.channels, device=device, dtype=dtype)
-        shape = (config.value_heads, config.key_dim, config.value_dim)
-        self.recurrent = torch.zeros(layers, slots, *shape, device=device, dtype=torch.float32)
+        self.recurrent = torch.zeros(layers, slots, *config.state_shape, device=device, dtype=torch.float32)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the states of one layer, by slot."""
@@ -83,9 +85,9 @@ class StatePool:
         )
 
 
-def state_bytes(config: DeltaNetConfig, dtype: torch.dtype) -> int:
+def state_bytes(config: RecurrentConfig, dtype: torch.dtype) -> int:
     """Bytes of one slot, over all layers."""
-    recurrent = config.value_heads * config.key_dim * config.value_dim * torch.float32.itemsize
+    recurrent = math.prod(config.state_shape) * torch.float32.itemsize
     return len(config.layers) * (recurrent + (config.kernel - 1) * config.channels * dtype.itemsize)
 
 

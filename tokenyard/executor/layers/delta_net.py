@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.linear import Product
+from tokenyard.executor.layers.recurrent import recur
 from tokenyard.executor.models.config import DeltaNetConfig
 
 CHUNK_TOKENS = 64
@@ -46,37 +47,20 @@ class GatedDeltaNet:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden], in the dtype of `x`."""
-        config, weights, states = self._config, self._weights, batch.states
-        assert states is not None, "a batch of this model needs the states of its rows"
+        config, weights = self._config, self._weights
         values = config.value_heads * config.value_dim
         sizes = [config.channels, values, config.value_heads, config.value_heads]
         mixed, gate, strength, step = torch.split(weights.inputs(x), sizes, dim=-1)
         strength = strength.float().sigmoid()
         decay = self._decay * F.softplus(step.float() + weights.step_bias)
-        found = torch.empty(len(x), config.value_heads, config.value_dim, dtype=torch.float32, device=x.device)
-        conv, recurrent = states.pool.layer(self._index)
-        decodes = batch.decode_rows
-        if decodes:
-            slots = states.decode_slots
-            window = torch.cat((conv[slots], mixed[:decodes, None]), dim=1)
-            state = recurrent[slots]
-            queries, keys, own_values = self._heads((window.float() * self._conv).sum(dim=1))
-            found[:decodes] = delta_step(queries, keys, own_values, decay[:decodes], strength[:decodes], state)
-            conv[slots], recurrent[slots] = window[:, 1:], state
-            if states.decode_saves is not None:
-                saved, targets = states.decode_saves
-                conv[targets], recurrent[targets] = window[saved, 1:], state[saved]
-        for run in states.runs:
-            tokens = slice(run.first, run.end)
-            last, state = conv[run.slot], recurrent[run.slot]
-            if run.fresh:
-                last, state = torch.zeros_like(last), torch.zeros_like(state)
-            window = torch.cat((last, mixed[tokens]))
-            queries, keys, own_values = self._heads(causal_conv(window.float(), self._conv))
-            inputs = queries, keys, own_values, decay[tokens], strength[tokens]
-            found[tokens], state = delta_chunks(*inputs, state)
-            for slot in run.targets:
-                conv[slot], recurrent[slot] = window[len(window) - config.kernel + 1 :], state
+
+        def advance(convolved: torch.Tensor, tokens: slice, state: torch.Tensor) -> torch.Tensor:
+            return delta_step(*self._heads(convolved), decay[tokens], strength[tokens], state)
+
+        def run(convolved: torch.Tensor, tokens: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return delta_chunks(*self._heads(convolved), decay[tokens], strength[tokens], state)
+
+        found = recur(batch, self._index, mixed, self._conv, None, advance, run)
         return weights.output(self._normed(found, gate).to(x.dtype))
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,15 +79,6 @@ class GatedDeltaNet:
     def _normed(self, found: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Normalise each head of float32[tokens, heads, value_dim], then gate: float32[tokens, heads * value_dim]."""
         return F.rms_norm(found, self._norm.shape, self._norm, self._eps).flatten(1) * F.silu(gate.float())
-
-
-def causal_conv(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Convolve channels of [tokens + kernel - 1, channels] by `weights` [kernel, channels]: [tokens, channels]."""
-    tokens = len(x) - len(weights) + 1
-    found = x[:tokens] * weights[0]
-    for place in range(1, len(weights)):
-        found.addcmul_(x[place : place + tokens], weights[place])
-    return found
 
 
 def delta_step(

@@ -54,17 +54,18 @@ class GatedMlp:
 
 
 class SharedExpert:
-    """Experts, and one more that every token goes to, weighted by a sigmoid gate (Qwen2-MoE).
+    """Experts, and one more that every token goes to, weighted by a sigmoid gate (Qwen2-MoE) or as it is.
 
-    gate: the product from the hidden size to one number.
+    gate: the product from the hidden size to one number, None for no gate.
     """
 
-    def __init__(self, routed: Product, shared: GatedMlp, gate: Product) -> None:
+    def __init__(self, routed: Product, shared: GatedMlp, gate: Product | None) -> None:
         self._routed, self._shared, self._gate = routed, shared, gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
-        return self._routed(x) + self._gate(x).sigmoid() * self._shared(x)
+        shared = self._shared(x)
+        return self._routed(x) + (shared if self._gate is None else self._gate(x).sigmoid() * shared)
 
 
 class SparseMoe:

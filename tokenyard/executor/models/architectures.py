@@ -1,11 +1,19 @@
 """How each architecture differs from the common fields of config.json, and why others are refused."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.models.config import DeltaNetConfig, ModelConfig, MoeConfig
+from tokenyard.executor.models.config import (
+    DeltaNetConfig,
+    Mamba2Config,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    ShortConvConfig,
+)
 
 RawConfig = Mapping[str, Any]
 
@@ -76,17 +84,11 @@ def _qwen3_5(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     kinds = raw.get("layer_types") or [
         "full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in layers
     ]
-    if len(kinds) != len(layers) or set(kinds) - {"full_attention", "linear_attention"}:
-        raise ConfigError(
-            f"config.json: layer_types must name full_attention or linear_attention for {len(layers)} layers"
-        )
-    if "full_attention" not in kinds:
-        raise ConfigError("config.json: layer_types names no full_attention; a model needs one such layer at least")
     key_heads, value_heads = positive(raw, "linear_num_key_heads"), positive(raw, "linear_num_value_heads")
     if value_heads % key_heads:
         raise ConfigError(f"config.json: {value_heads} value heads cannot share {key_heads} key heads evenly")
     net = DeltaNetConfig(
-        layers=frozenset(layer for layer in layers if kinds[layer] == "linear_attention"),
+        layers=_kinds(raw, kinds, "linear_attention"),
         key_heads=key_heads,
         value_heads=value_heads,
         key_dim=positive(raw, "linear_key_head_dim"),
@@ -101,8 +103,106 @@ def _qwen3_5(config: ModelConfig, raw: RawConfig) -> ModelConfig:
         qk_norm=True,
         norm_offset=1.0,
         output_gate=True,
-        delta_net=net if net.layers else None,
+        recurrent=net if net.layers else None,
     )
+
+
+def _kinds(raw: RawConfig, given: list[str], recurrent: str) -> frozenset[int]:
+    """Return the layers of kind `recurrent` among `given`, which must have attention too."""
+    if len(given) != len(_layers(raw)) or set(given) - {"full_attention", recurrent}:
+        raise ConfigError(
+            f"config.json: layer_types must name full_attention or {recurrent} for {len(_layers(raw))} layers"
+        )
+    if "full_attention" not in given:
+        raise ConfigError("config.json: layer_types names no full_attention; a model needs one such layer at least")
+    return frozenset(layer for layer, kind in enumerate(given) if kind == recurrent)
+
+
+def _lfm2(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    attending, bias = raw.get("full_attn_idxs"), bool(raw.get("conv_bias"))
+    kinds = raw.get("layer_types") or [
+        "full_attention" if attending is None or layer in attending else "conv" for layer in _layers(raw)
+    ]
+    layers = _kinds(raw, kinds, "conv")
+    conv = ShortConvConfig(layers, config.hidden_size, positive(raw, "conv_L_cache"), bias)
+    inter = positive(raw, "block_ff_dim" if raw.get("block_ff_dim") else "intermediate_size")
+    if raw.get("block_auto_adjust_ff_dim", True):
+        inter, multiple = int(2 * inter / 3), int(raw.get("block_multiple_of", 256))
+        multiplier = raw.get("block_ffn_dim_multiplier", 1.0)
+        if multiplier is not None:
+            inter = -(-int(multiplier * inter) // multiple) * multiple
+    return replace(
+        config,
+        intermediate_size=inter,
+        norm_eps=float(raw.get("norm_eps", 1e-5)),
+        tied_embeddings=bool(raw.get("tie_embedding", raw.get("tie_word_embeddings", True))),
+        qk_norm=True,
+        recurrent=conv if layers else None,
+    )
+
+
+def _granite_hybrid(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Granite 4: Mamba-2 in most layers, a shared expert without a gate, and scales at several places."""
+    older = {"mamba": "linear_attention", "attention": "full_attention"}
+    given = raw.get("layer_types") or raw.get("layers_block_type") or ["linear_attention"] * config.num_layers
+    layers = _kinds(raw, [older.get(kind, kind) for kind in given], "linear_attention")
+    position = raw.get("position_embedding_type")
+    if position not in (None, "rope", "nope"):
+        raise ConfigError(f"config.json: position_embedding_type {position!r} is not supported, only rope or none")
+    heads, inner = positive(raw, "mamba_n_heads"), positive(raw, "mamba_expand") * config.hidden_size
+    groups, head_dim = positive(raw, "mamba_n_groups"), raw.get("mamba_d_head", "auto")
+    if inner % heads or heads % groups or head_dim not in ("auto", inner // heads):
+        raise ConfigError(
+            f"config.json: {heads} heads of {head_dim} in {groups} groups do not make {inner}, the inner size"
+        )
+    mamba = Mamba2Config(
+        layers=layers,
+        heads=heads,
+        head_dim=inner // heads,
+        groups=groups,
+        state_size=positive(raw, "mamba_d_state"),
+        kernel=positive(raw, "mamba_d_conv"),
+        bias=bool(raw.get("mamba_proj_bias", False)),
+        conv_bias=bool(raw.get("mamba_conv_bias", True)),
+        step_limits=_step_limits(raw.get("time_step_limit")),
+    )
+    shared, count, active = positive(raw, "shared_intermediate_size"), int(raw.get("num_local_experts") or 0), 0
+    if count:
+        active = positive(raw, "num_experts_per_tok")
+        if active > count:
+            raise ConfigError(f"config.json: {active} of {count} experts make no sense")
+    experts = MoeConfig(
+        count=count,
+        active=active,
+        intermediate_size=positive(raw, "intermediate_size"),
+        normed=True,
+        layers=frozenset(_layers(raw)),
+        shared_size=shared,
+        shared_gated=False,
+    )
+    bias = bool(raw.get("attention_bias", False))
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        intermediate_size=shared,
+        # A rope of which no wave turns leaves heads as they are.
+        rope=config.rope if position == "rope" else RopeConfig(kind="proportional", share=0.0),
+        attention_scale=float(raw.get("attention_multiplier", 1.0)),
+        embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
+        residual_scale=float(raw.get("residual_multiplier", 1.0)),
+        logit_scale=1.0 / float(raw.get("logits_scaling", 1.0)),
+        recurrent=mamba if layers else None,
+        experts=experts if count else None,
+    )
+
+
+def _step_limits(given: Any) -> tuple[float, float]:
+    """Return the bounds of a step; transformers writes the infinite one as an object."""
+    low, high = (
+        float(bound["__float__"]) if isinstance(bound, dict) else float(bound) for bound in given or (0.0, math.inf)
+    )
+    return low, high
 
 
 def _qwen3_next(config: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -296,6 +396,8 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
     "Gemma3ForCausalLM": _gemma3,
     "Gemma4ForCausalLM": _gemma4,
     "GptOssForCausalLM": _gpt_oss,
+    "Lfm2ForCausalLM": _lfm2,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
 }
 
 _GEMMA: RawConfig = {
@@ -350,6 +452,23 @@ DEFAULTS: dict[str, RawConfig] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "Lfm2ForCausalLM": {
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "rope_theta": 1e6,
+        "eos_token_id": 2,
+    },
+    "GraniteMoeHybridForCausalLM": {
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "eos_token_id": 2,
+    },
     "GptOssForCausalLM": {
         "num_key_value_heads": 8,
         "head_dim": 64,
@@ -388,7 +507,7 @@ _STATES = f"its layers keep states {_NO_POOL}"
 _UNEQUAL = "its layers have keys and values of unequal shapes or share them, and the KV pool has one shape"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "DeepseekV32", "KimiK25", "Glm4MoeLite", "MiniCPM3"), _LATENT),
-    **dict.fromkeys(("Mamba", "Mamba2", "FalconH1", "Jamba", "Bamba", "GraniteMoeHybrid", "NemotronH"), _STATES),
+    **dict.fromkeys(("Mamba", "Mamba2", "FalconH1", "Jamba", "Bamba", "NemotronH"), _STATES),
     "Gemma3n": _UNEQUAL,
     "Gemma": "Gemma 1 is not built; Gemma 2 and 3 are",
 }

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -46,7 +46,8 @@ class MoeConfig:
     normed: whether the weights of the chosen experts sum to one.
     layers: the layers that have experts; the others have an MLP.
     bias: whether router and experts have biases.
-    shared_size: intermediate size of an expert that every token goes to, with a sigmoid gate; 0 for none.
+    shared_size: intermediate size of an expert that every token goes to, 0 for none.
+    shared_gated: whether a sigmoid gate weights that expert.
     beside_mlp: whether layers with experts have an MLP too, and norms of both (Gemma 4).
     """
 
@@ -57,6 +58,7 @@ class MoeConfig:
     layers: frozenset[int]
     bias: bool = False
     shared_size: int = 0
+    shared_gated: bool = True
     beside_mlp: bool = False
 
 
@@ -70,6 +72,7 @@ class DeltaNetConfig:
     kernel: tokens that the convolution sees, the own one included.
     """
 
+    plural: ClassVar = "gated delta nets"
     layers: frozenset[int]
     key_heads: int
     value_heads: int
@@ -81,6 +84,60 @@ class DeltaNetConfig:
     def channels(self) -> int:
         """Numbers per token that the convolution takes: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of what a layer keeps of a row besides the convolution's last inputs."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """Layers with Mamba-2 in the place of attention.
+
+    layers, kernel: see DeltaNetConfig.
+    heads, head_dim: of what is written to the state and read from it.
+    groups: groups of heads that share how they write and read.
+    state_size: numbers that the state keeps of each dimension of a head.
+    bias, conv_bias: whether the products and the convolution have one.
+    step_limits: bounds of the step size.
+    """
+
+    plural: ClassVar = "layers of Mamba-2"
+    layers: frozenset[int]
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    kernel: int
+    bias: bool
+    conv_bias: bool
+    step_limits: tuple[float, float]
+
+    @property
+    def channels(self) -> int:
+        """Numbers per token that the convolution takes."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state_size
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """See DeltaNetConfig."""
+        return self.heads, self.head_dim, self.state_size
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Layers with a gated short convolution in the place of attention (LFM2); its last inputs are all they keep.
+
+    layers, kernel: see DeltaNetConfig. channels: numbers per token. bias: whether products and convolution have one.
+    """
+
+    plural: ClassVar = "short convolutions"
+    state_shape: ClassVar[tuple[int, ...]] = (0,)
+    layers: frozenset[int]
+    channels: int
+    kernel: int
+    bias: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +162,11 @@ class ModelConfig:
     gate_limit: the limit of clamped_swiglu.
     norm_offset: added to weights of norms.
     post_norms: whether a norm follows the attention and another one the MLP.
+    residual_scale: the factor on what attention and MLP add to the residual stream.
+    logit_scale: the factor on logits.
     output_gate: whether a sigmoid gates what attention finds, by numbers that q_proj gives after those of each head.
     experts: None for a model without.
-    delta_net: None for a model whose layers all attend.
+    recurrent: the layers with a recurrent state, None for a model whose layers all attend.
     has_embedding, has_lm_head: a pipeline stage without embedding takes hidden states; one without head returns them.
     vocab_part: how many rows of embedding and head this rank has where ranks share them, 0 for all.
     eos_token_ids, dtype, quantization: what the checkpoint declares; dtype is "" where it declares none.
@@ -149,9 +208,11 @@ class ModelConfig:
     norm_offset: float = 0.0
     post_norms: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     output_gate: bool = False
     experts: MoeConfig | None = None
-    delta_net: DeltaNetConfig | None = None
+    recurrent: DeltaNetConfig | Mamba2Config | ShortConvConfig | None = None
     has_embedding: bool = True
     has_lm_head: bool = True
     vocab_part: int = 0
@@ -189,15 +250,21 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that attend."""
-        others = self.delta_net.layers if self.delta_net is not None else ()
+        others = self.recurrent.layers if self.recurrent is not None else ()
         return tuple(layer for layer in range(self.num_layers) if layer not in others)
 
     @property
-    def why_not_native(self) -> str:
-        """What native steps cannot compute of this model, "" for nothing."""
-        if self.delta_net is not None:
-            return "gated delta nets"
-        return "layers that share keys and values, or whose heads have two sizes" if self.kv_sources else ""
+    def special_layers(self) -> str:
+        """What this model has that only torch's layers compute, undivided and without LoRA; "" for nothing."""
+        if self.recurrent is not None:
+            return f"recurrent states ({self.recurrent.plural})"
+        special = {
+            "layers that share keys and values": self.kv_sources,
+            "gates of what attention finds": self.output_gate,
+            "shared experts": self.experts is not None and self.experts.shared_size,
+            "scales of residuals and logits": (self.residual_scale, self.logit_scale) != (1.0, 1.0),
+        }
+        return next((name for name, having in special.items() if having), "")
 
     @property
     def score_scale(self) -> float:

@@ -10,11 +10,13 @@ from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.delta_net import DeltaNetWeights, GatedDeltaNet
 from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
+from tokenyard.executor.layers.mamba2 import Mamba2, Mamba2Weights
 from tokenyard.executor.layers.mlp import GatedMlp, SharedExpert, SparseMoe
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.layers.rotary import Rotary, rotate
-from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.layers.short_conv import ShortConv
+from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig
 from tokenyard.executor.models.parts import fused, fused_parts, gated_mlp, read_norm
 from tokenyard.executor.models.shared_kv import (
     MlpAndExperts,
@@ -118,6 +120,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn [rows, hidden] out of `forward` into float32[rows, vocabulary]."""
         found = self._head(self.normed(hidden)).float()
+        if self.config.logit_scale != 1.0:
+            found.mul_(self.config.logit_scale)
         cap = self.config.logit_softcap
         return found.div_(cap).tanh_().mul_(cap) if cap else found
 
@@ -136,7 +140,7 @@ class _Layer:
         make_experts: MakeExperts,
     ) -> None:
         prefix = f"model.layers.{index}"
-        self._index = index
+        self._index, self._scale = index, config.residual_scale
         self._attention_norm = read_norm(config, weights, f"{prefix}.input_layernorm")
         names = norm_names(config)
         self._mlp_norm = read_norm(config, weights, f"{prefix}.{names.before_mlp}")
@@ -193,9 +197,13 @@ class _Layer:
         found = self._mixer(normed, cos_sin, batch, attention)
         if self._after_attention is not None:
             found = self._after_attention(found)
+        if self._scale != 1.0:
+            found = found * self._scale
         x, normed = self._mlp_norm.plus(x, found)
         found = self._mlp.both(x, normed) if isinstance(self._mlp, MlpAndExperts) else self._mlp(normed)
-        return x, found if self._after_mlp is None else self._after_mlp(found)
+        if self._after_mlp is not None:
+            found = self._after_mlp(found)
+        return x, found * self._scale if self._scale != 1.0 else found
 
 
 class _Attention:
@@ -252,38 +260,83 @@ class _Attention:
         return attention.forward(self._place, qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:], batch)
 
 
-def _mixer(config: ModelConfig, weights: Weights, index: int) -> "SharedKvAttention | _DeltaNet":
+def _mixer(config: ModelConfig, weights: Weights, index: int) -> "SharedKvAttention | _Recurrent":
     """Return what a layer has in the place of `_Attention`."""
     if config.kv_sources:
         return SharedKvAttention(config, weights, index)
-    return _DeltaNet(config, weights, index)
+    return _Recurrent(config, weights, index)
 
 
-class _DeltaNet:
-    """A gated delta net, which takes what attention takes."""
+class _Recurrent:
+    """A layer with a recurrent state, which takes what attention takes."""
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
-        net, prefix = config.delta_net, f"model.layers.{index}.linear_attn"
-        assert net is not None
-        values = net.value_heads * net.value_dim
-        inputs = {"qkv": net.channels, "z": values, "b": net.value_heads, "a": net.value_heads}
-        found = DeltaNetWeights(
-            inputs=fused(
-                weights, {f"{prefix}.in_proj_{name}": size for name, size in inputs.items()}, config.hidden_size, False
-            ),
-            conv=weights.get(f"{prefix}.conv1d.weight", (net.channels, 1, net.kernel)).squeeze(1).T.contiguous(),
-            log_decay=weights.get(f"{prefix}.A_log", (net.value_heads,)).float(),
-            step_bias=weights.get(f"{prefix}.dt_bias", (net.value_heads,)).float(),
-            norm=weights.get(f"{prefix}.norm.weight", (net.value_dim,)),
-            output=fused(weights, {f"{prefix}.out_proj": config.hidden_size}, values, False),
-        )
-        self._net = GatedDeltaNet(net, sorted(net.layers).index(index), found, config.norm_eps)
+        own = config.recurrent
+        assert own is not None
+        place = sorted(own.layers).index(index)
+        self._net: GatedDeltaNet | Mamba2 | ShortConv
+        if isinstance(own, DeltaNetConfig):
+            self._net = self._delta_net(config, own, weights, index, place)
+        elif isinstance(own, Mamba2Config):
+            self._net = self._mamba2(config, own, weights, index, place)
+        else:
+            self._net = self._short_conv(config, own, weights, index, place)
 
     def __call__(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         return self._net(x, batch)
+
+    @staticmethod
+    def _short_conv(config: ModelConfig, own: ShortConvConfig, weights: Weights, index: int, place: int) -> ShortConv:
+        prefix, hidden = f"model.layers.{index}.conv", config.hidden_size
+        return ShortConv(
+            place,
+            fused(weights, {f"{prefix}.in_proj": 3 * hidden}, hidden, own.bias),
+            _conv(weights, f"{prefix}.conv", own.channels, own.kernel),
+            weights.get(f"{prefix}.conv.bias", (hidden,)) if own.bias else None,
+            fused(weights, {f"{prefix}.out_proj": hidden}, hidden, own.bias),
+        )
+
+    @staticmethod
+    def _mamba2(config: ModelConfig, own: Mamba2Config, weights: Weights, index: int, place: int) -> Mamba2:
+        prefix, inner = f"model.layers.{index}.mamba", own.heads * own.head_dim
+        found = Mamba2Weights(
+            inputs=fused(
+                weights, {f"{prefix}.in_proj": inner + own.channels + own.heads}, config.hidden_size, own.bias
+            ),
+            conv=_conv(weights, f"{prefix}.conv1d", own.channels, own.kernel),
+            conv_bias=weights.get(f"{prefix}.conv1d.bias", (own.channels,)) if own.conv_bias else None,
+            log_decay=weights.get(f"{prefix}.A_log", (own.heads,)),
+            step_bias=weights.get(f"{prefix}.dt_bias", (own.heads,)),
+            skip=weights.get(f"{prefix}.D", (own.heads,)),
+            norm=weights.get(f"{prefix}.norm.weight", (inner,)),
+            output=fused(weights, {f"{prefix}.out_proj": config.hidden_size}, inner, own.bias),
+        )
+        return Mamba2(own, place, found, config.norm_eps)
+
+    @staticmethod
+    def _delta_net(config: ModelConfig, net: DeltaNetConfig, weights: Weights, index: int, place: int) -> GatedDeltaNet:
+        prefix = f"model.layers.{index}.linear_attn"
+        values = net.value_heads * net.value_dim
+        inputs = {"qkv": net.channels, "z": values, "b": net.value_heads, "a": net.value_heads}
+        found = DeltaNetWeights(
+            inputs=fused(
+                weights, {f"{prefix}.in_proj_{name}": size for name, size in inputs.items()}, config.hidden_size, False
+            ),
+            conv=_conv(weights, f"{prefix}.conv1d", net.channels, net.kernel),
+            log_decay=weights.get(f"{prefix}.A_log", (net.value_heads,)).float(),
+            step_bias=weights.get(f"{prefix}.dt_bias", (net.value_heads,)).float(),
+            norm=weights.get(f"{prefix}.norm.weight", (net.value_dim,)),
+            output=fused(weights, {f"{prefix}.out_proj": config.hidden_size}, values, False),
+        )
+        return GatedDeltaNet(net, place, found, config.norm_eps)
+
+
+def _conv(weights: Weights, name: str, channels: int, kernel: int) -> torch.Tensor:
+    """Read the weights of a convolution of each channel: [kernel, channels]."""
+    return weights.get(f"{name}.weight", (channels, 1, kernel)).squeeze(1).T.contiguous()
 
 
 def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeExperts) -> GatedMlp | Product:
@@ -297,7 +350,9 @@ def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeEx
     if not shared:
         return routed
     prefix = f"model.layers.{index}.mlp"
-    gate = fused(weights, {f"{prefix}.shared_expert_gate": 1}, config.hidden_size, False)
+    gate = None
+    if config.experts.shared_gated:
+        gate = fused(weights, {f"{prefix}.shared_expert_gate": 1}, config.hidden_size, False)
     return SharedExpert(routed, gated_mlp(config, weights, f"{prefix}.shared_expert", shared, False), gate)
 
 

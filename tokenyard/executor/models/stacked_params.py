@@ -4,6 +4,7 @@ The reverse of vLLM's `stacked_params_mapping`.
 """
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -12,12 +13,15 @@ from tokenyard.base import ConfigError
 from tokenyard.executor.formats.packed import PackedBytes, PackedRows, PackedSource
 from tokenyard.executor.formats.unpacked import UnpackedMatrices
 from tokenyard.executor.formats.weight_format import FORMATS
-from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.models.config import DeltaNetConfig, ModelConfig
 from tokenyard.executor.quantized import QuantizedWeights, mxfp4
 from tokenyard.executor.weights import SafetensorsWeights, Weights
 
 _LAYER_PART = re.compile(r"(model\.layers\.\d+\.)(self_attn\.[qkv]_proj|mlp\.(?:gate|up)_proj)(\.weight|\.bias)")
 _DELTA_INPUT = re.compile(r"(model\.layers\.\d+\.linear_attn\.in_proj_)(qkv|z|b|a)\.weight")
+_GRANITE_MLP = re.compile(
+    r"(model\.layers\.\d+\.)mlp\.(?:experts\.(\d+)\.|shared_expert\.)?(gate|up|down)_proj\.weight"
+)
 MXFP4 = FORMATS["MXFP4"]
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
@@ -51,7 +55,12 @@ def _has_stacked_experts(config: ModelConfig, files: SafetensorsWeights) -> bool
 
 
 def cut_out(config: ModelConfig, whole: Weights) -> Weights:
-    """Return the decoder's products of what a family stores as one (Phi-3, Qwen3-Next)."""
+    """Return the decoder's tensors of those that a family names otherwise, or stores as one."""
+    names = RENAMED.get(config.architecture)
+    if names is not None:
+        whole = RenamedWeights(names, whole)
+    if config.architecture == "GraniteMoeHybridForCausalLM":
+        return GraniteMlps(config, whole)
     if config.architecture == "Qwen3NextForCausalLM":
         return InterleavedDeltaNet(config, whole)
     return StackedProjections(config, whole) if config.architecture == "Phi3ForCausalLM" else whole
@@ -101,11 +110,68 @@ class StackedProjections:
         return PackedRows(whole.format, shape, lambda: whole.read()[first : first + shape[0]], whole.order)
 
 
+RENAMED = {
+    "Lfm2ForCausalLM": {
+        "model.norm.": "model.embedding_norm.",
+        ".input_layernorm.": ".operator_norm.",
+        ".post_attention_layernorm.": ".ffn_norm.",
+        ".mlp.gate_proj.": ".feed_forward.w1.",
+        ".mlp.up_proj.": ".feed_forward.w3.",
+        ".mlp.down_proj.": ".feed_forward.w2.",
+        ".self_attn.o_proj.": ".self_attn.out_proj.",
+        ".q_norm.": ".q_layernorm.",
+        ".k_norm.": ".k_layernorm.",
+    },
+    "GraniteMoeHybridForCausalLM": {".mlp.gate.": ".block_sparse_moe.router.layer."},
+}
+"""Parts of the decoder's names of tensors, and what a family's checkpoints have in their place."""
+
+
+class RenamedWeights:
+    """See Weights. Parts of names are others in the checkpoint."""
+
+    def __init__(self, names: Mapping[str, str], source: Weights) -> None:
+        self._names, self._source = names, source
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights."""
+        for part, stored in self._names.items():
+            if part in name:
+                return self._source.get(name.replace(part, stored), shape)
+        return self._source.get(name, shape)
+
+
+class GraniteMlps:
+    """See Weights. Gate and up of an MLP are one tensor, and so are those of all experts of a layer (Granite 4)."""
+
+    def __init__(self, config: ModelConfig, source: Weights) -> None:
+        self._source, self._count = source, config.experts.count if config.experts is not None else 0
+        # The parts of a tensor are requested one after the other.
+        self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights."""
+        match = _GRANITE_MLP.fullmatch(name)
+        if match is None:
+            return self._source.get(name, shape)
+        layer, expert, part = match.groups()
+        down, rows = part == "down", shape[0]
+        stored = (
+            f"{layer}{'block_sparse_moe' if expert else 'shared_mlp'}.{'output' if down else 'input'}_linear.weight"
+        )
+        if self._last[0] != stored:
+            wanted = (rows if down else 2 * rows, shape[1])
+            self._last = stored, self._source.get(stored, (self._count, *wanted) if expert else wanted)
+        found = self._last[1][int(expert)] if expert else self._last[1]
+        return found[rows:] if part == "up" else found[:rows]
+
+
 class InterleavedDeltaNet:
     """See Weights. The inputs of a gated delta net are two tensors whose rows are ordered by key head (Qwen3-Next)."""
 
     def __init__(self, config: ModelConfig, source: Weights) -> None:
-        net = config.delta_net
+        net = config.recurrent
+        assert isinstance(net, DeltaNetConfig | None)
         self._source, self._net = source, net
         if net is not None:
             each = net.value_heads // net.key_heads
