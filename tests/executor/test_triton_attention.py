@@ -24,7 +24,7 @@ class Step:
         draw = np.random.default_rng(seed)
         longest = max(start + count for start, count in rows)
         pages_each = -(-longest // page_size)
-        shape = {"num_layers": 1, "num_kv_heads": kv_heads, "head_dim": head_dim}
+        shape = {"attention_layers": (0,), "num_kv_heads": kv_heads, "head_dim": head_dim}
         config = type("Shape", (), shape)()
         device = torch.device(DEVICE)
         self.pool = KvPool(config, len(rows) * pages_each, page_size, device, dtype)
@@ -117,4 +117,4 @@ def test_blocks_cover_each_query_once():
 
 
 def test_shapes_are_those_that_pools_read():
-    assert {"num_layers", "num_kv_heads", "head_dim"} <= set(ModelConfig.__dataclass_fields__)
+    assert {"attention_layers", "num_kv_heads", "head_dim"} <= set(dir(ModelConfig))

@@ -133,7 +133,8 @@ class CudaGraphCapturer:
                 work()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+        # Thread-local, because weights may be updated while another thread runs steps.
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             work()
         self._memory = graph.pool()
         return graph.replay

@@ -7,7 +7,7 @@ temperature and the noise of its position, so that a draft model with the target
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,6 +108,16 @@ class ModelDrafter:
         self._started = 0
         self._times = DraftTimes()
         self._drafting_s = 0.0
+
+    @torch.inference_mode()
+    def warm_up(self, lengths: Sequence[int]) -> None:
+        """Compile what the draft model needs, by runs of these lengths on page 0, which no request owns. Before the
+        first row.
+        """
+        row, first = np.zeros(1, np.int32), np.zeros(1, np.int64)
+        for length in lengths:
+            if length <= self._pages.tensor.shape[1] * self._pages.page_size:
+                self._choose(self._compute(row, first, [[0] * length]), row, first)
 
     def take(self, plan: StepPlan) -> None:
         """Register the rows that start with a plan. The plan's page writes must be applied."""

@@ -57,6 +57,7 @@ from tokenyard.executor.native.lora import NativeLoraPool
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.runner import ModelExecutor
 from tokenyard.executor.state_pool import StatePool, state_bytes
+from tokenyard.executor.warm_up import CHUNKS, warm_up
 from tokenyard.executor.weight_updates import Checkpoint, LoadedModel, WeightUpdates
 from tokenyard.executor.weights import DummyWeights, SafetensorsFile, SafetensorsWeights, Weights, read_json
 
@@ -209,7 +210,11 @@ def load_executor(
         if drafts_from is None or draft_layers is None:
             return NgramDrafter(given.draft_tokens)
         draft_pool = _make_pool(drafts_from, info, target, kind)
-        return ModelDrafter(given.draft_tokens, make_model(*draft_layers, draft_pool, pages), draft_pool, pages, choose)
+        draft_model = make_model(*draft_layers, draft_pool, pages)
+        made = ModelDrafter(given.draft_tokens, draft_model, draft_pool, pages, choose)
+        if target.type == "cuda":
+            made.warm_up(CHUNKS)
+        return made
 
     def load_again(checkpoint: Checkpoint) -> LoadedModel:
         """Load other weights of the model, over the same KV pool."""
@@ -232,6 +237,8 @@ def load_executor(
     )
     if part is None:
         executor.weight_updates = WeightUpdates(folder, load_again)
+    if target.type == "cuda" and part is None:
+        warm_up(executor)
     return executor
 
 

@@ -19,9 +19,18 @@ SPLITS = 16
 """Most splits of the keys of a row that decodes."""
 SPLIT_KEYS = 256
 """Fewest keys of a split; more where the row is longer than its splits times that."""
+MIN_SPLIT_PROGRAMS = 4
+"""Fewest programs that share the splits of a block, so that a long row among many is not left to one."""
+FULL_DEVICE_PROGRAMS = 2048
+"""Programs of a launch beyond which more would only wait for their turn; the largest devices run some 700 at once."""
 MAX_TILE_ROWS = 64
 """Queries times heads that a program works on, in a launch of long blocks."""
-
+MAX_FLOAT32_TILE_ROWS = 16
+"""The same in float32, whose products use no tensor cores: with more, a thread spills its registers by kilobytes."""
+DECODE_STAGES, CHUNK_STAGES = 5, 3
+"""Triton's num_stages of launches with splits, and of those with long blocks; see decode_stages."""
+MIN_SHARED_OF_DECODE_STAGES = 160 << 10
+"""Devices of 99 KiB (capability 8.6, 8.9, 12.0) would run one program where they can run two."""
 
 COLUMNS = ("positions", "pool_rows", "tokens", "counts")
 """Arguments that may begin at any number of an upload. A kernel must not be compiled again where one is not aligned."""
@@ -34,7 +43,8 @@ class QueryBlocks:
     tokens: int64[blocks], the first token of each block in the batch.
     counts: int64[blocks], how many of the row's queries from there on are in the block, at most `size`.
     size: the most queries of a block.
-    splits: into how many parts keys are cut, a power of two.
+    splits: into how many parts keys are cut at most, a power of two.
+    stages: Triton's num_stages.
     partial: float32 scratch for the splits' outputs, None without splits.
     sums: float32 scratch for the splits' sums, None without splits.
     """
@@ -43,6 +53,7 @@ class QueryBlocks:
     counts: torch.Tensor
     size: int
     splits: int
+    stages: int = CHUNK_STAGES
     partial: torch.Tensor | None = None
     sums: torch.Tensor | None = None
 
@@ -87,27 +98,28 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, kv_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(tokens + block)
     count = tl.load(counts + block)
     begin = tl.load(positions + first).to(tl.int32)
     row = tl.load(pool_rows + first)
     # The end of the keys of the block's last query, and where the first query's window begins.
     last = begin + count.to(tl.int32)
-    low = 0
+    start = 0
     if WINDOW > 0:
-        low = tl.maximum(begin - (WINDOW - 1), 0)
-    high = last
+        start = tl.maximum(begin - (WINDOW - 1), 0)
+    size = last - start
     if SPLITS > 1:
-        size = _split_size(last - low, SPLITS, SPLIT_KEYS, BLOCK_N)
-        low = low + split * size
+        size = _split_size(size, SPLITS, SPLIT_KEYS, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    query, head = m // GROUP, kv_head * GROUP + m % GROUP
+    d = tl.arange(0, BLOCK_D)
+    real = (query < count)[:, None] & (d < HEAD_DIM)[None, :]
+    own = tl.load(q + (first + query)[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], real, other=0.0)
+    # A launch has fewer programs than splits where the batch is large, so that few of them find nothing to do.
+    for split in range(tl.program_id(2), tl.cdiv(last - start, size), tl.num_programs(2)):
+        low = start + split * size
         high = tl.minimum(low + size, last)
-    if low < high:
-        m = tl.arange(0, BLOCK_M)
-        query, head = m // GROUP, kv_head * GROUP + m % GROUP
-        d = tl.arange(0, BLOCK_D)
-        real = (query < count)[:, None] & (d < HEAD_DIM)[None, :]
-        own = tl.load(q + (first + query)[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], real, other=0.0)
         # Scores are kept in base 2, because exp2 is what the hardware has.
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -251,7 +263,7 @@ def attend(
     partial = none if blocks.partial is None else blocks.partial
     sums = none if blocks.sums is None else blocks.sums
     count = len(blocks.tokens)
-    _attend_kernel[count, kv_heads, blocks.splits](
+    _attend_kernel[count, kv_heads, split_programs(blocks.splits, count * kv_heads)](
         *(out, partial, sums, layer.q, layer.keys, layer.values, sinks),
         *(table, positions, pool_rows, blocks.tokens, blocks.counts),
         *(layer.q.stride(0), layer.keys.stride(0), table.stride(0), layer.scale, layer.softcap or 1.0, heads),
@@ -260,7 +272,8 @@ def attend(
         PAGE=page_size,
         SOFTCAP=bool(layer.softcap),
         BLOCK_M=max(16, triton.next_power_of_2(blocks.size * group)),
-        num_warps=4 if head_dim <= 128 else 8,
+        num_warps=4 if head_dim * layer.q.dtype.itemsize <= 256 else 8,
+        num_stages=blocks.stages,
     )
     if blocks.splits > 1:
         _join_kernel[count * blocks.size, heads](
@@ -273,6 +286,27 @@ def key_tile(head_dim: int, dtype: torch.dtype) -> int:
     return 64 if head_dim * dtype.itemsize <= 256 else 32
 
 
-def block_size(group: int) -> int:
+def block_size(group: int, dtype: torch.dtype) -> int:
     """Return how many queries of a long run a block takes, for so many query heads per key-value head."""
-    return max(1, MAX_TILE_ROWS // group)
+    rows = MAX_TILE_ROWS if dtype.itemsize <= 2 else MAX_FLOAT32_TILE_ROWS
+    return max(1, rows // group)
+
+
+def split_programs(splits: int, others: int) -> int:
+    """Return how many programs share the splits of a block, where a launch has `others` blocks and heads."""
+    if splits <= MIN_SPLIT_PROGRAMS:
+        return splits
+    wanted = max(1, FULL_DEVICE_PROGRAMS // max(others, 1))
+    return max(MIN_SPLIT_PROGRAMS, min(splits, 1 << (wanted.bit_length() - 1)))
+
+
+def decode_stages(device: torch.device) -> int:
+    """Return Triton's num_stages of a launch with splits, by the shared memory that a block can have on a device.
+
+    A decode reads keys and values once and computes little, so its speed is that of the loads in flight. 5 stages keep
+    two tiles of each there (72 KiB for 128 dimensions), 3 keep one.
+    """
+    if device.type != "cuda":
+        return DECODE_STAGES
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return DECODE_STAGES if shared >= MIN_SHARED_OF_DECODE_STAGES else CHUNK_STAGES

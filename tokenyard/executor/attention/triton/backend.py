@@ -11,6 +11,7 @@ from tokenyard.executor.attention.triton.attention_kernel import (
     QueryBlocks,
     attend,
     block_size,
+    decode_stages,
 )
 from tokenyard.executor.attention.triton.layer_kernels import add_norm, norm, rotate_and_store, silu_gate
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
@@ -29,8 +30,9 @@ class TritonAttention(FusedKvWriteAttention):
         self._pool, self._pages, self._spec, self._heads = pool, pages, spec, heads
         self._sinks = [layer.float().contiguous() for layer in spec.sinks]
         kv_heads, self._head_dim = pool.tensor.shape[3:]
-        self._block_size = block_size(heads // kv_heads)
+        self._block_size = block_size(heads // kv_heads, pool.tensor.dtype)
         device = pool.tensor.device
+        self._stages = decode_stages(device)
         # A step of nothing but decodes needs no more than these, so nothing is sent to the device for it.
         self._numbers = torch.arange(len(pages.tensor), device=device)
         self._ones = torch.ones_like(self._numbers)
@@ -79,7 +81,7 @@ class TritonAttention(FusedKvWriteAttention):
         """Blocks whose keys are cut, with scratch for what the splits find."""
         lines = len(tokens) * size * self._heads * splits
         scratch = torch.empty(lines * (self._head_dim + 1), dtype=torch.float32, device=tokens.device)
-        return QueryBlocks(tokens, counts, size, splits, scratch[lines:], scratch[:lines])
+        return QueryBlocks(tokens, counts, size, splits, self._stages, scratch[lines:], scratch[:lines])
 
 
 class TritonKernels:

@@ -63,7 +63,7 @@ def _ordered(x):
     return tl.where(x == x, key, 0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("keys", "places"))  # parts of one tensor
 def _largest_kernel(keys, places, logits, stride, vocabulary, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit of a part of a row, and its first place."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -81,7 +81,7 @@ def _largest_kernel(keys, places, logits, stride, vocabulary, share, SPLITS: tl.
     tl.store(places + row * SPLITS + split, tl.min(tl.where(best == top, place, vocabulary), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("keys", "places"))
 def _join_kernel(tokens, keys, places, SPLITS: tl.constexpr):
     """The first place of the largest of a row's parts."""
     row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
