@@ -74,7 +74,7 @@ def pretended_launches(capability=90, *, compiled=False):
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    found, run, active = Launches(), JITFunction.run, driver._active
+    found, run = Launches(), JITFunction.run
 
     def launch(kernel, *args, grid, warmup=False, **options):
         name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__.strip('_')}"
@@ -86,13 +86,13 @@ def pretended_launches(capability=90, *, compiled=False):
             if compiled:
                 found.binaries.append(_binary(name, made, capability))
 
+    # Left in place afterwards: there is no driver to go back to.
     driver.set_active(_Driver(capability))
     JITFunction.run = launch
     try:
         yield found
     finally:
         JITFunction.run = run
-        driver._active = active
 
 
 def _key(kernel, args, options):
