@@ -20,7 +20,7 @@ from tokenyard.base.ranges import (
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 MAX_WEIGHT = 10**6
-PREFERRED_DECODE_SHARES = {"hits-first": 1 / 3, "session": 1 / 3}
+PREFERRED_DECODE_SHARES = {"hits-first": 0.4, "session": 0.4}
 """The `decode_share` that policies prefer, by name; 0 for all others."""
 
 ANY_TENANT = "*"
