@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from tokenyard.base import frames
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.base.frames import NONCE_BYTES, HandshakeError, Seal, prove
 from tokenyard.disagg.process_vm import Probe
 from tokenyard.disagg.protocol.messages import Message
@@ -133,7 +134,7 @@ def decode_message(body: bytes) -> Message:
     """Decode the message in a frame. Raises HandshakeError for anything else."""
     try:
         return _messages.decode(body)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise HandshakeError(f"a frame that does not decode: {error}") from None
 
 
@@ -141,7 +142,7 @@ def decode_opening(body: bytes) -> Opening:
     """Decode the opening message in a frame. Raises HandshakeError for anything else."""
     try:
         return _openings.decode(body)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise HandshakeError(f"not a handshake: {error}") from None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -149,19 +150,17 @@ def _safetensors(path: Path) -> list[StoredTensor]:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(min(size, path.stat().st_size)))
-    except (OSError, ValueError, struct.error) as error:
+        return [_stored_tensor(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, struct.error, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    found = []
-    for name, one in header.items():
-        numbers = 1
-        for length in one["shape"]:
-            numbers *= length
-        begin, end = one["data_offsets"]
-        packed = name.endswith(PACKED_ENDINGS) and one["dtype"] in PACKED_NUMBERS
-        numbers *= PACKED_NUMBERS[one["dtype"]] if packed else 1
-        found.append(StoredTensor(name, one["dtype"], end - begin, numbers, len(one["shape"]) > 1, packed))
-    return found
+
+
+def _stored_tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
+    """The tensor of an entry in a file's header; raises whatever a wrong entry leads to."""
+    shape, dtype, (begin, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
+    packed = name.endswith(PACKED_ENDINGS) and dtype in PACKED_NUMBERS
+    numbers = math.prod(shape) * (PACKED_NUMBERS[dtype] if packed else 1)
+    return StoredTensor(name, dtype, end - begin, numbers, len(shape) > 1, packed)
 
 
 def activation_bytes(hidden: int, inter: int, vocabulary: int, rows: int) -> int:

@@ -23,6 +23,7 @@ import msgspec
 
 from tokenyard.base import ConfigError
 from tokenyard.base.blocks import DIGEST_BYTES, touch_all
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.kv_store.store import Block, BlockFormat, StoreCounters, StoreFullError, block_checksum, padded
 
 MAGIC, SLOT_MAGIC = b"TYKVSLAB", b"SLOT"
@@ -303,7 +304,7 @@ class SlabStore:
             raise ConfigError(f"{path} is a slab of version {version}, and this is version {VERSION}; {advice}")
         try:
             form = msgspec.json.decode(body, type=BlockFormat) if check == _check(body) else None
-        except msgspec.MsgspecError:
+        except DECODE_ERRORS:
             form = None
         if form is None:
             raise ConfigError(f"{path} is a slab whose header is damaged; {advice}")

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from tokenyard.base import ConfigError
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.workers import HttpTarget
 from tokenyard.routing.prefix_index import BlockHashTranslator, PrefixIndex
@@ -135,7 +136,7 @@ class KvEventSubscriber:
         number = int.from_bytes(frames[1], "big")
         try:
             payload = msgspec.msgpack.decode(frames[2])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except DECODE_ERRORS:
             payload = None
         batch = payload if isinstance(payload, list) and len(payload) > 1 else [None, None]
         sent_s = batch[0] if isinstance(batch[0], float) else self._latest_s

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from tokenyard.base import ConfigError
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.router.workers import HttpWorkers
 from tokenyard.routing.policies import RequestFeatures, RoutePolicy
 from tokenyard.routing.prefix_index import Digest, PrefixIndex
@@ -151,7 +152,7 @@ class RouterSync:
         """Apply an update of another router. Invalid messages and own updates are ignored."""
         try:
             update = msgspec.msgpack.decode(message, type=SharedUpdate)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except DECODE_ERRORS:
             return
         if update.router == self._id:
             return

@@ -153,16 +153,26 @@ class Continuation:
 
     def can_resume(self, context_length: int | None) -> bool:
         """Whether enough is known to continue elsewhere. `context_length`: of the model, None if unknown."""
-        if self.done or not self._begun:
+        if self.done or not self._begun or not self._read_native():
             return False
         return self.way != BY_PROMPT_IDS or (
             self._prompt_ids is not None and not self._finished and self._max_tokens_left(context_length) is not None
         )
 
+    def _read_native(self) -> bool:
+        """Take the tokens so far from the last event of each answer, which holds all; whether they are there."""
+        for index, event in self._last_native.items():
+            try:
+                ids = orjson.loads(event[len(_PREFIX) :])["output_ids"]
+            except (orjson.JSONDecodeError, LookupError, TypeError):
+                return False
+            if not isinstance(ids, list):
+                return False
+            self.outputs[index] = ids
+        return True
+
     def resume_stream(self) -> None:
         """Prepare to continue on another worker: discard what the first one did not complete."""
-        for index, event in self._last_native.items():
-            self.outputs[index] = orjson.loads(event[len(_PREFIX) :])["output_ids"]
         self._continued, self._held, self._unconfirmed = True, b"", []
         self._before = len(self.outputs[0])
         self._seen_before, self._finished_before = frozenset(self._seen), frozenset(self._finished)
@@ -188,7 +198,10 @@ class Continuation:
         return left if left > 0 else None
 
     def feed(self, data: bytes) -> bytes:
-        """Consume a piece of the stream; returns the events to forward. Raises WireError for an oversized event."""
+        """Consume a piece of the stream; returns the events to forward.
+
+        Raises WireError for an oversized event, and for one that no engine of this API sends.
+        """
         data, separator = self._held + data if self._held else data, self._separator
         end = data.rfind(separator) + len(separator)
         if end < len(separator):
@@ -197,7 +210,10 @@ class Continuation:
             self._held = data
             return b""
         self._held = data[end:]
-        return b"".join([self._event(event) for event in data[:end].split(separator)[:-1]])
+        try:
+            return b"".join([self._event(event) for event in data[:end].split(separator)[:-1]])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise WireError(f"the worker's stream has an event that makes no sense: {error}") from error
 
     def _event(self, event: bytes) -> bytes:
         """The events to forward to the client now that this one has come, b"" for none."""

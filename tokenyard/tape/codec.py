@@ -49,6 +49,7 @@ from tokenyard.base import (
     Update,
     WeightsUpdated,
 )
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.cost import LinearCost, OnlineCost, StepTable, TableCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
@@ -277,7 +278,7 @@ class Tape:
         try:
             self.header = msgspec.msgpack.decode(body, type=Header)
             unknown = unknown_fields(msgspec.msgpack.decode(body), msgspec.to_builtins(self.header))
-        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
+        except (*DECODE_ERRORS, ConfigError) as error:
             raise ConfigError(f"{name}: the tape's header does not decode: {error}") from None
         if unknown:
             names = ", ".join(unknown)
@@ -318,7 +319,7 @@ class Tape:
         for kind, now, begin, end in self._frames():
             try:
                 body = decoders[kind].decode(view[begin:end])
-            except (IndexError, msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+            except (*DECODE_ERRORS, IndexError, ValueError) as error:
                 raise ConfigError(f"{self.name}: the record at byte {begin} does not decode: {error}") from None
             yield Record(now, body)
 

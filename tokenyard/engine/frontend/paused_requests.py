@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from tokenyard.base import NS_PER_MS, LogprobOptions, SamplingParams, Slo, TextOptions, TokenyardError
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.base.request import adapter_name
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
 from tokenyard.engine.frontend.streams import Stream
@@ -279,7 +280,7 @@ def decode(data: bytes) -> PausedRequest:
         raise ValueError("its record is damaged")
     try:
         record = msgspec.msgpack.decode(rest[id_bytes:], type=PausedRequest)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise ValueError(f"its record does not decode: {error}") from error
     if any(len(ids) % np.int32().itemsize for ids in (record.prompt, *(answer.output for answer in record.answers))):
         raise ValueError("its record has half a token")

@@ -66,7 +66,10 @@ def _read_names(path: Path) -> list[str]:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"its {size} bytes do not begin with the length of a header")
-        header = json.loads(file.read(length))
+        try:
+            header = json.loads(file.read(length))
+        except RecursionError as error:
+            raise ValueError("its header is nested too deeply") from error
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.base.frames import NONCE_BYTES, Frames, HandshakeError, Seal, frame, prove
 from tokenyard.base.version import __version__
 from tokenyard.executor.distributed.rank_messages import AgreedNumPages, RankReport
@@ -146,7 +147,7 @@ class NodeConnection:
         body = self._peer_seal.open(_next_frame(self._sock, self._frames))
         try:
             return _messages.decode(body)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise HandshakeError(f"a message that does not decode: {error}") from None
 
     def leave(self, last: Message) -> None:
@@ -215,7 +216,7 @@ def _compare(own: NodeHello, theirs: NodeHello) -> None:
 def _opening(body: bytes, kind: Any) -> Any:
     try:
         found = _openings.decode(body)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise HandshakeError(f"not a handshake: {error}") from None
     if not isinstance(found, kind):
         raise HandshakeError("a message that does not belong there")

@@ -36,7 +36,7 @@ def read_model_config(raw: RawConfig, generation: RawConfig | None = None) -> Mo
     """
     try:
         return _read_fields(raw, generation or {})
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"config.json or generation_config.json has a field of the wrong type: {error}") from error
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tokenyard.base import NS_PER_S, TurnEnded
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.base.sessions import derived_session, named_session, turn_of
 from tokenyard.server.http.large_bodies import run_off_loop
 
@@ -61,7 +62,7 @@ async def read_turn(call: "RequestContext") -> Turn:
 def _read(call: "RequestContext") -> Turn:
     try:
         found = _DECODER.decode(call.body)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # no object, as of a request that is resumed
+    except DECODE_ERRORS:  # no object, as of a request that is resumed
         return Turn()
     fields = msgspec.structs.asdict(found)
     responses = call.state.responses

@@ -33,8 +33,11 @@ def read_genai_spans(path: Path, options: ReadOptions) -> Workload:
     """
     bad, calls = BadLines(options, "spans"), list[RecordedCall]()
     for where, record in read_json_lines(path):
-        for span in _spans(record):
-            attributes = _attributes(span)
+        try:
+            spans = [(span, _attributes(span)) for span in _spans(record)]
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ConfigError(f"{where}: this is no OpenTelemetry span: {error}") from None
+        for span, attributes in spans:
             if INPUT in attributes:
                 bad.take(lambda where=where, span=span, own=attributes: calls.append(_call(where, span, own)))  # type: ignore[misc]
     if not calls:

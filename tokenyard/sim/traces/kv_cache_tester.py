@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tokenyard.base import ConfigError
+from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.sim.traces.read_options import BadLines, ReadOptions
 from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
 from tokenyard.sim.traces.sessions import SessionRecord, Turn, as_runs, check_turn
@@ -68,7 +69,7 @@ def read_kv_cache_tester(path: Path, options: ReadOptions) -> Workload:
     def take(where: str, raw: bytes) -> None:
         try:
             session = decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             raise ConfigError(f"{where}: no session of kv-cache-tester: {error}") from None
         record = _record(session, where, options.share_system_prompt)
         if not session.block_size > 0 or session.hash_id_scope not in SCOPES:

@@ -1,0 +1,58 @@
+"""Short searches with fixed seeds, and what longer ones have found. `python -m tests.fuzz all` searches for longer."""
+
+import random
+
+import pytest
+
+from tests.fuzz.search import Search, Target, defect_of, shrink
+from tests.fuzz.targets import TARGETS, safetensors
+from tokenyard.router.http1 import WireError, parse_head
+
+DEEP = b"\x91" * 4000
+CONFIG = b'{"architectures":["Qwen3ForCausalLM"],"hidden_size":4,"num_attention_heads":4,'
+FOUND = [
+    ("transfer", b"\x92\xa4Drop\xa1\x84"),
+    ("stream", b'data: {"choices":[{"index":' + b"1" * 5000 + b'}],"token_ids":[1]}\n\n'),
+    ("stream", b'\n\ndata: ,"token_ids":[,]\n\n'),
+    ("stream", b'data: {"text":\n\n'),
+    ("kv-events", DEEP),
+    ("paused", b"r|\x81\xa1a" + DEEP),
+    ("safetensors", safetensors()[0].replace(b'"shape"', b'"_hape"')),
+    ("safetensors", b"\x07\0\0\0\0\0\0\0[1,2,3]"),
+    ("safetensors", (8000).to_bytes(8, "little") + b"[" * 8000),
+    ("config", CONFIG + b'"num_key_value_heads":1e999}'),
+    ("trace", b'{"resourceSpans":7}'),
+    ("trace", b'{"resourceSpans":"x"}'),
+]
+
+
+@pytest.mark.parametrize(("target", "data"), FOUND, ids=[f"{name}-{place}" for place, (name, _) in enumerate(FOUND)])
+def test_what_was_found_is_refused(target, data):
+    assert defect_of(TARGETS[target], data) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_short_search_finds_nothing(name):
+    search = Search(TARGETS[name], random.Random(1))
+    search.begin()
+    for _ in range(40 if name in ("tape", "slab") else 300):
+        search.step()
+    assert search.found == {}
+    assert len(search.corpus) > len(TARGETS[name].seeds()) or name in ("plan", "lookahead")
+
+
+def test_a_defect_is_found_and_shrunk():
+    def run(data):
+        if parse_head(data).get(b"a"):
+            raise KeyError("a")
+
+    target = Target(run, lambda: [b"HTTP/1.1 200 OK\r\nb: c\r\nc: d"], (WireError,), (b"\r\na:x",))
+    search = Search(target, random.Random(3))
+    search.begin()
+    assert search.found == {}
+    while not search.found:
+        search.step()
+    ((kind, data),) = search.found.items()
+    assert kind.startswith("KeyError")
+    assert len(shrink(target, kind, data)) <= len(b"HTTP/1.1 200 \r\nc:\r\na:x")
