@@ -2,14 +2,14 @@
 
 import asyncio
 import gzip
-import io
 import json
+import socket
 import struct
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from tokenyard.disagg.protocol import messages
 from tokenyard.engine.frontend import paused_requests, weight_files
 from tokenyard.executor import memory_fit
 from tokenyard.executor.models.hf_config import read_model_config
-from tokenyard.kv_store.resp import RespConnection, RespError
+from tokenyard.kv_store.resp import RespConnection, RespError, StoreAddress
 from tokenyard.kv_store.slab import SlabStore
 from tokenyard.kv_store.store import block_buffer
 from tokenyard.router.client_connection import ClientConnection
@@ -302,11 +302,24 @@ def read_sync_reply(data: bytes) -> None:
         coroutine.close()
 
 
+class NoOptions(socket.socket):
+    """A socket that is not TCP and is asked for options of TCP."""
+
+    def setsockopt(self, *arguments: Any) -> None:
+        """Set nothing."""
+
+
 def read_store_reply(data: bytes) -> None:
-    connection = RespConnection.__new__(RespConnection)
-    connection._socket = SimpleNamespace(sendall=lambda data: None)  # type: ignore[assignment]
-    connection._replies = io.BytesIO(data)
-    connection.command(b"GET", b"x")
+    one, theirs = socket.socketpair()
+    with theirs, NoOptions(fileno=one.detach()) as ours:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        with mock.patch.object(socket, "create_connection", return_value=ours):
+            connection = RespConnection(StoreAddress("redis://x", "--url"), 1.0)
+        try:
+            connection.command(b"GET", b"x")
+        finally:
+            connection.close()
 
 
 REPLIES = [b"$5\r\nhello\r\n", b"*2\r\n$1\r\na\r\n*1\r\n:5\r\n", b"-ERR no\r\n", b":12\r\n", b"$-1\r\n", b"+OK\r\n"]
@@ -368,7 +381,7 @@ def read_paused(data: bytes) -> None:
     """A record whose digest is right, so that damage before it was written is seen."""
     rid, _, body = data.partition(b"|")
     rid = rid[: paused_requests.MAX_ID_BYTES]
-    digest = paused_requests._digest(rid + body)
+    digest = blake2b(rid + body, digest_size=16).digest()
     head = paused_requests.HEAD.pack(paused_requests.MAGIC, paused_requests.VERSION, len(rid), len(body), digest)
     paused_requests.decode(head + rid + body)
 
@@ -400,8 +413,7 @@ def safetensors() -> list[bytes]:
 
 def read_safetensors(data: bytes) -> None:
     path = folder() / "model.safetensors"
-    path.write_bytes(data)
-    for read in (weight_files.check_tensor_file, memory_fit._safetensors):
+    for read in (weight_files.check_tensor_file, lambda path: memory_fit.stored_tensors(path.parent)):
         path.write_bytes(data)
         try:
             read(path)
