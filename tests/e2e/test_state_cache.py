@@ -8,7 +8,14 @@ from tests.executor.tiny_models import judge, logits, prompt_of
 
 CASE = "qwen3.5"
 TURNS, ANSWER_TOKENS, TURN_TOKENS, INTERVAL = 30, 12, 8, 8
-POOL = ("--page-size", "4", "--max-total-tokens", "800", "--max-running-requests", "4", "--max-mamba-cache-size", "12")
+POOL = ("--page-size", "4", "--max-running-requests", "4")
+APART = ("--max-total-tokens", "800", "--max-mamba-cache-size", "12")
+POLICIES = {
+    "one pool, divided by worth": ("--max-total-tokens", "500"),
+    "worth": APART,
+    "per-path": (*APART, "--mamba-retention-policy", "per-path"),
+    "last": (*APART, "--mamba-retention-policy", "last"),
+}
 
 
 def ask(url, prompt, tokens):
@@ -20,11 +27,12 @@ def ask(url, prompt, tokens):
 
 
 @pytest.mark.slow
-def test_thirty_turns_hit_while_other_requests_evict(tmp_path):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_thirty_turns_hit_while_other_requests_evict(tmp_path, policy):
     judge(CASE).save_pretrained(tmp_path)
     flags = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--attention-backend", "gather")
     states = ("--mamba-track-interval", str(INTERVAL), "--skip-tokenizer-init")
-    server = Server(str(tmp_path), *flags, *POOL, *states)
+    server = Server(str(tmp_path), *flags, *POOL, *POLICIES[policy], *states)
     try:
         known, answered, recomputed = prompt_of(40, seed=1), [], []
         for turn in range(TURNS):

@@ -49,6 +49,26 @@ def test_greedy_tokens_are_those_of_transformers(folder, case, backend, depth):
     assert yard.scheduler.idle() is None
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_checkpoints_in_pages_of_the_kv_pool(folder, depth):
+    """The pool is too small for both, so that pages hold KV and states by turns."""
+    executor = load(folder, "qwen3.5", max_total_tokens=300, mamba_shared_memory=True)
+    assert (executor.info.num_pages, executor.info.states.slot_pages) == (142, 16)
+    yard = yard_of(executor, max_in_flight=depth)
+    check_greedy_answers(yard, "qwen3.5", TOKENS, depth)
+    for seed in range(60, 70):
+        prompt = prompt_of(70, seed=seed)
+        number = yard.submit(prompt, max_new=TOKENS)
+        yard.run(depth)
+        yard.check()
+        assert yard.tokens[number] == greedy("qwen3.5", prompt, TOKENS)
+    again = yard.submit(prompt, max_new=TOKENS)
+    yard.run(depth)
+    assert yard.finished[again].cached_tokens == 68
+    assert yard.tokens[again] == yard.tokens[number]
+    assert yard.scheduler.idle() is None
+
+
 def test_log_probabilities_of_prompt_and_answer(folder):
     driver, prompt = Driver(load(folder, "qwen3.5")), prompt_of(90, seed=4)
     sequence = driver.start(prompt, logprobs=LogprobOptions(output=True, prompt_from=1))

@@ -271,7 +271,10 @@ class StatesMachine(SchedulerMachine):
 
     def groups(self, data, tokens, page_size):
         slots, interval = data.draw(st.sampled_from([0, 1, 3, 50])), data.draw(st.sampled_from([1, 3, 8]))
-        return {"states": StateGroup(slots, track_interval=interval)}
+        shared = data.draw(st.sampled_from([0, 0, 1, 3]))
+        if shared:
+            slots = tokens // page_size // shared
+        return {"states": StateGroup(slots, track_interval=interval, slot_pages=shared)}
 
     def group_settings(self, data):
         most = data.draw(st.sampled_from([1, 3, -1]))

@@ -177,6 +177,7 @@ def check_books(scheduler: Scheduler) -> None:
     held = [memory.pages_for(int(tokens)) for tokens in table.held[seated]]
     private = sum(held) - int((table.cached[seated] // memory.page_size).sum())
     owned = memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages + memory.held_pages
+    owned += memory.state_pages
     assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
     sure = table.planned[seated] - table.verifying[seated]
     drafts = sum(map(memory.pages_for, table.planned[seated].tolist())) - sum(map(memory.pages_for, sure.tolist()))

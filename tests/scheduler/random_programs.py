@@ -175,6 +175,9 @@ def _add_states(draw: random.Random, program: Program) -> None:
         return
     program.states = StateGroup(draw.choice((0, 1, 4, 40)), track_interval=draw.choice((1, 5, 16)))
     program.settings["mamba_retention_policy"] = draw.choice(("worth", "worth", "last", "per-path"))
+    if draw.random() < 0.5:
+        slot_pages = draw.choice((1, 2, 5))
+        program.states = replace(program.states, num_slots=program.pages // slot_pages, slot_pages=slot_pages)
 
 
 def _add_adapters(draw: random.Random, program: Program) -> None:

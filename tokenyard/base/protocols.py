@@ -21,6 +21,9 @@ class WindowGroup:
     num_pages: int
 
 
+MAX_STATE_SAVES = 16
+"""Checkpoints that a step saves at most where they are in pages of the KV pool: so many are copied there after it."""
+
 MIN_CHECKPOINTS = 8
 """Of recurrent states, so that a small KV pool caches anything at all."""
 
@@ -34,11 +37,13 @@ class StateGroup:
     num_slots: checkpoints, which the scheduler numbers from 1 on and the executor from `max_pool_rows` on.
     slot_bytes: device memory of one checkpoint, over all layers; 0 for unknown.
     track_interval: a decoding row saves its state every so many tokens (SGLang's `mamba_track_interval`).
+    slot_pages: pages of the KV pool whose memory a checkpoint takes; 0 where checkpoints have memory of their own.
     """
 
     num_slots: int
     slot_bytes: int = 0
     track_interval: int = 256
+    slot_pages: int = 0
 
     @classmethod
     def fitting(
@@ -64,6 +69,13 @@ class StateGroup:
         else:
             checkpoints = max(int(ratio * kv_bytes / slot_bytes), MIN_CHECKPOINTS)
         return cls(checkpoints, slot_bytes, track_interval)
+
+    @classmethod
+    def sharing(cls, slot_bytes: int, page_bytes: int, num_pages: int, track_interval: int) -> "StateGroup | None":
+        """The group whose checkpoints take pages of the KV pool; None if that has room for too few of them."""
+        slot_pages = -(-slot_bytes // page_bytes)
+        slots = num_pages // slot_pages
+        return cls(slots, slot_bytes, track_interval, slot_pages) if slots >= MIN_CHECKPOINTS else None
 
 
 @dataclass(frozen=True, slots=True)

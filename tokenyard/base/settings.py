@@ -320,6 +320,12 @@ class SharedSettings:
         return self.radix_eviction_policy == "reuse" or ":" in self.radix_eviction_policy
 
     @property
+    def shares_state_memory(self) -> bool:
+        """Whether checkpoints of recurrent states and KV share one pool, divided by worth."""
+        by_worth = self.mamba_retention_policy == "worth" and self.radix_eviction_policy == "lru"
+        return by_worth and self.max_mamba_cache_size is None
+
+    @property
     def uses_priorities(self) -> bool:
         """Whether the priority of requests counts."""
         return self.enable_priority_scheduling or self.schedule_policy == "priority"

@@ -26,6 +26,7 @@ DRAFT = -2
 
 NO_STATE_COPIES: Int32Array = np.empty((0, 2), np.int32)
 NO_STATE_SAVES: Int32Array = np.empty((0, 3), np.int32)
+NO_STATE_PAGES: Int32Array = np.empty((0, 0), np.int32)
 
 
 @dataclass(slots=True)
@@ -80,6 +81,8 @@ class StepPlan:
         a model without such layers.
     state_saves: int32[k, 3], pool row, position and target slot: the recurrent state of the row after its tokens before
         this position, which this step computes, is copied to the slot. Copies of `state_copies` come first.
+    state_pages: int32[copies + saves, StateGroup.slot_pages], the pages that hold the checkpoint of each copy and each
+        save; int32[0, 0] where checkpoints have memory of their own.
     """
 
     step: int
@@ -101,6 +104,7 @@ class StepPlan:
     window_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
     state_copies: Int32Array = field(default_factory=lambda: NO_STATE_COPIES)
     state_saves: Int32Array = field(default_factory=lambda: NO_STATE_SAVES)
+    state_pages: Int32Array = field(default_factory=lambda: NO_STATE_PAGES)
 
     @property
     def sampled(self) -> BoolArray:

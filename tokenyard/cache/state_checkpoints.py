@@ -65,6 +65,20 @@ class StateRetention(Protocol):
         """`slot` is evicted."""
 
 
+class SharedPages(Protocol):
+    """The KV pool, where a checkpoint takes pages of it."""
+
+    def take_state_pages(self, count: int, value: float) -> Int32Array | None:
+        """`count` pages (int32), after evicting what is worth less than `value`; None if that is not enough."""
+
+    def free_state_pages(self, pages: Int32Array) -> None:
+        """Free the pages (int32[n]) of a checkpoint."""
+
+    @property
+    def free_share(self) -> float:
+        """Which part of the pool is free."""
+
+
 class StateCheckpoints(PrefixListener):
     """The checkpoint slot of each page, for the layers of a model with a recurrent state.
 
@@ -77,9 +91,14 @@ class StateCheckpoints(PrefixListener):
     now: the time (ns) of the step that is planned.
 
     By slot, int64[num_slots + 1] each:
-    page: the page of a slot, 0 for a free one. tokens: the length of its prefix. saved: tokens from the checkpoint
-        before it on, which a hit saves. before: the slot of that checkpoint in the tree, 0 for none. kind: why it was
-        saved. hits: rows that continued from it. used_ns: when it was saved or hit last. rank: order of use.
+    page: the page of a slot, 0 for a free one.
+    tokens: the length of its prefix.
+    saved: tokens from the checkpoint before it on, which a hit saves.
+    before: the slot of that checkpoint in the tree, 0 for none.
+    kind: why it was saved.
+    hits: rows that continued from it; if another one follows it, since that is there.
+    used_ns: when it was saved or hit last.
+    rank: order of use.
     """
 
     def __init__(
@@ -90,15 +109,18 @@ class StateCheckpoints(PrefixListener):
         interval: int,
         pool_rows: int,
         retention: StateRetention,
-        slot_tokens: int = 0,
+        slot_pages: int = 0,
+        shared: SharedPages | None = None,
     ) -> None:
-        """slot_tokens: the tokens whose KV takes as many bytes as one slot."""
+        """slot_pages: pages of `shared` that a checkpoint takes; 0 where checkpoints have memory of their own."""
         if interval < 1 or interval % page_size:
             raise ValueError(f"a row cannot save its state every {interval} tokens with pages of {page_size}")
         self.page_size = page_size
         self.num_slots = num_slots
         self.interval = interval
-        self.slot_tokens = slot_tokens
+        self.slot_tokens = slot_pages * page_size
+        self._shared = shared if slot_pages else None
+        self._pages: Int32Array = np.zeros((num_slots + 1, slot_pages), np.int32)
         self.retention = retention
         self.allocator = PageAllocator(num_slots)
         self.of: Int32Array = np.zeros(num_pages + 1, np.int32)
@@ -141,7 +163,17 @@ class StateCheckpoints(PrefixListener):
     @property
     def roomy(self) -> bool:
         """Whether so many slots are free that a checkpoint need not be sure to be of use."""
+        if self._shared is not None:
+            return self._shared.free_share > ROOMY_SHARE
         return self.allocator.available > self.num_slots * ROOMY_SHARE
+
+    def pages_of(self, slots: Int32Array) -> Int32Array:
+        """The pages of the KV pool that hold the checkpoints in `slots`, as the executor counts: int32[n, slot_pages].
+
+        Of slots that were freed since, those that held them.
+        """
+        found: Int32Array = self._pages[slots - (self._pool_rows - 1)]
+        return found
 
     # ---- prefixes --------------------------------------------------------------------------------------------------
 
@@ -186,9 +218,10 @@ class StateCheckpoints(PrefixListener):
             return True
         # Slot 0 stands for the newcomer until it has one.
         self.tokens[0], self.kind[0], self.saved[0], self.used_ns[0] = tokens, kind, saved, self.now
-        allowed = self.allocator.available or self._evict_for_newcomer()
-        if allowed:
+        pages = self._room_for_newcomer()
+        if pages is not None:
             slot = int(self.allocator.alloc(1)[0])
+            self._pages[slot] = pages
             for column in (self.tokens, self.kind, self.saved, self.used_ns):
                 column[slot] = column[0]
             self.page[slot], self.before[slot], self.hits[slot] = page, 0, 0
@@ -196,7 +229,7 @@ class StateCheckpoints(PrefixListener):
             self.evictable += 1
             self._touch(slot)
         self.tokens[0] = self.saved[0] = 0
-        return bool(allowed)
+        return pages is not None
 
     def track(self, pool_row: int, page: int, tokens: int = 0, saved: int = 0) -> bool:
         """`save` for a row that decodes, which keeps the last two of such states.
@@ -252,7 +285,7 @@ class StateCheckpoints(PrefixListener):
         """
         slots = np.flatnonzero(self.page).astype(np.int32)
         slots = slots[self.users[self.page[slots]] == 0]
-        if per_byte and not self.slot_tokens:
+        if per_byte and self._shared is None:
             slots = np.array([slot for slot in slots.tolist() if self._ends_evictable(slot)], np.int32)
         if not len(slots):
             return False
@@ -305,9 +338,17 @@ class StateCheckpoints(PrefixListener):
 
     # ---- internals -------------------------------------------------------------------------------------------------
 
-    def _evict_for_newcomer(self) -> bool:
-        value = self.retention.values(self, np.zeros(1, np.int32), False)[0]
-        return self.evict(False, below=value)
+    def _room_for_newcomer(self) -> Int32Array | None:
+        """Make room for a slot with the values of slot 0; returns the pages for it, None if there is no room."""
+        newcomer = np.zeros(1, np.int32)
+        if self._shared is not None:
+            if not self.num_slots:
+                return None
+            value = float(self.retention.values(self, newcomer, True)[0])
+            return self._shared.take_state_pages(self._pages.shape[1], value)
+        if self.allocator.available or self.evict(False, below=float(self.retention.values(self, newcomer, False)[0])):
+            return np.empty(0, np.int32)
+        return None
 
     def _ends_evictable(self, slot: int) -> bool:
         node = self.nodes[slot]
@@ -340,6 +381,8 @@ class StateCheckpoints(PrefixListener):
         self.page[slot] = self.before[slot] = 0
         self.nodes[slot] = None
         self.allocator.free(np.array([slot], np.int32))
+        if self._shared is not None:
+            self._shared.free_state_pages(self._pages[slot].copy())
 
     def _joined(self, slot: int, node: Any) -> None:
         """`slot` is now that of a page in the run of `node`, which was in the tree before."""
@@ -358,12 +401,17 @@ class StateCheckpoints(PrefixListener):
             self._evict(other)
 
     def _link(self, slot: int) -> None:
-        self.before[slot] = before = self._before(slot)
+        before = self._before(slot)
+        if before and not (self.before == before).any():
+            # What hit it so far continues at the deeper one from now on.
+            self.hits[before] = 0
+        self.before[slot] = before
         self.saved[slot] = self.tokens[slot] - self.tokens[before]
 
     def _before(self, slot: int) -> int:
         """The slot of the checkpoint before that of `slot`, 0 for none."""
-        node, end = self.nodes[slot], self._place(slot, self.nodes[slot])
+        node = self.nodes[slot]
+        end: int | None = self._place(slot, node)
         while node.parent is not None:
             slots = self.of[node.pages[:end]]
             present = np.flatnonzero(slots)
@@ -374,7 +422,8 @@ class StateCheckpoints(PrefixListener):
 
     def _place(self, slot: int, node: Any) -> int:
         """Where in the run of `node` the page of `slot` is."""
-        return (int(self.tokens[slot]) - node.parent.depth_tokens) // self.page_size - 1
+        start: int = node.parent.depth_tokens
+        return (int(self.tokens[slot]) - start) // self.page_size - 1
 
     def forks(self, slot: int) -> bool:
         """Whether more than one path of the tree, or none, continues right behind the checkpoint in `slot`."""

@@ -73,6 +73,15 @@ class _Group:
             raise KvMismatchError(f"step {plan.step}: page ids must lie in 1..{self._num_pages}")
         self._page_table[plan.page_rows, plan.page_columns] = ids
 
+    def first_slots(self, pages: Int32Array) -> UInt64Array:
+        """The mark in the first slot of each page."""
+        found: UInt64Array = self.slots[pages.astype(np.int64) * self._page_size]
+        return found
+
+    def fill(self, pages: Int32Array, mark: np.uint64) -> None:
+        """Overwrite all slots of pages."""
+        self.slots.reshape(-1, self._page_size)[pages] = mark
+
     def seen_from(self, start: int) -> int:
         """The first position that a token at `start` sees."""
         return max(start - self._window + 1, 0) if self._window else 0
@@ -87,6 +96,10 @@ class _Group:
         return slots
 
 
+_IN_PAGES = np.uint64(0x5555555555555555)
+"""Marks of KV and of checkpoints differ by this."""
+
+
 class _States:
     """The slots of recurrent states: each holds the mark of the last token of the prefix that made it."""
 
@@ -94,10 +107,19 @@ class _States:
         self._pool_rows = info.max_pool_rows
         self._marks = np.zeros(info.max_pool_rows + slots, dtype=np.uint64)
 
-    def copy(self, plan: StepPlan) -> None:
-        """Apply the copies before the step."""
+    def copy(self, plan: StepPlan, kv: _Group) -> None:
+        """Apply the copies before the step. Where checkpoints are in pages of `kv`, these must hold them still."""
         sources, targets = plan.state_copies.T
         self._marks[targets] = self._marks[sources]
+        for source, pages in zip(sources.tolist(), plan.state_pages, strict=False):
+            if (kv.first_slots(pages) != self._marks[source] ^ _IN_PAGES).any():
+                raise KvMismatchError(f"step {plan.step}: the pages of checkpoint {source} hold something else")
+
+    def keep(self, plan: StepPlan, kv: _Group) -> None:
+        """Write the checkpoints that the step saved to their pages of `kv`, if they have some."""
+        pages = plan.state_pages[len(plan.state_copies) :]
+        for (_, _, slot), own in zip(plan.state_saves.tolist(), pages, strict=False):
+            kv.fill(own, self._marks[slot] ^ _IN_PAGES)
 
     def compute(self, plan: StepPlan, rows: dict[int, _Row]) -> None:
         """Each row continues from its own state; its saves hold the state in between."""
@@ -145,6 +167,8 @@ class KvCheck:
             self._rows[start.pool_row] = _Row(start, weights)
         for group, ids in zip(self._groups, (plan.page_ids, plan.window_ids), strict=False):
             group.write_pages(plan, ids)
+        if self._states is not None:
+            self._states.copy(plan, self._groups[0])
         offset = 0
         slots_of_rows = []
         columns = zip(plan.pool_rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
@@ -164,10 +188,11 @@ class KvCheck:
                 group.slots[slots[own:]] = marks[start : begin + len(slots)]
                 slots_of_rows.append((group, pool_row, begin, slots))
         if self._states is not None:
-            self._states.copy(plan)
             self._states.compute(plan, self._rows)
         for group, pool_row, begin, slots in slots_of_rows:
             self._verify(plan.step, group, pool_row, begin, slots)
+        if self._states is not None:
+            self._states.keep(plan, self._groups[0])
 
     def sampled(self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array) -> None:
         """Record the tokens that a step yields: `accepted[i]` of `tokens` for each row, row after row."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo, StateGroup
+from tokenyard.base.protocols import MAX_STATE_SAVES
 from tokenyard.executor.backend_choice import (
     BITS_ON_LOAD,
     BackendChoice,
@@ -56,7 +57,7 @@ from tokenyard.executor.native.build import library_name
 from tokenyard.executor.native.lora import NativeLoraPool
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.runner import ModelExecutor
-from tokenyard.executor.state_pool import StatePool, state_bytes
+from tokenyard.executor.state_pool import PagedCheckpoints, StatePool, state_bytes
 from tokenyard.executor.warm_up import CHUNKS, warm_up
 from tokenyard.executor.weight_updates import Checkpoint, LoadedModel, WeightUpdates
 from tokenyard.executor.weights import DummyWeights, SafetensorsFile, SafetensorsWeights, Weights, read_json
@@ -93,6 +94,7 @@ class LoadOptions:
     cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
     swa_full_tokens_ratio: see choose_swa_pool; divided models keep all tokens in all layers.
     max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see StateGroup.fitting.
+    mamba_shared_memory: KV and checkpoints of recurrent states share the memory of both; see StateGroup.sharing.
     draft_tokens: the most drafts of a row in one step; 0 for none.
     draft_model: the model that drafts; "" for prompt lookup.
     lora_slots: the most LoRA adapters in a step; 0 for none.
@@ -122,6 +124,7 @@ class LoadOptions:
     max_mamba_cache_size: int | None = None
     mamba_full_memory_ratio: float = 0.9
     mamba_track_interval: int = 256
+    mamba_shared_memory: bool = False
     draft_tokens: int = 0
     draft_model: str = ""
     lora_slots: int = 0
@@ -181,6 +184,7 @@ def load_executor(
         window_ratio=ratio,
         states=_state_bytes(config, given, kind),
     )
+    num_pages, states = _choose_states(config, given, kind, num_pages)
     info = ExecutorInfo(
         model=model_path,
         device=str(target),
@@ -195,7 +199,7 @@ def load_executor(
         kernels=choice.kernels,
         adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
         windows=choose_swa_pool(config, num_pages, given.page_size, ratio),
-        states=_choose_states(config, given, kind, num_pages),
+        states=states,
     )
     if part is not None:
         info = part.agree(info)
@@ -233,7 +237,7 @@ def load_executor(
     sampling_backend = make_sampling_backend(choice, config)
     executor = make(
         *(model, pool, pages, info, target, drafter if given.draft_tokens else None, sampling_backend, adapters),
-        _make_states(config, info, target, kind),
+        _make_states(config, info, target, kind, pool),
     )
     if part is None:
         executor.weight_updates = WeightUpdates(folder, load_again)
@@ -288,30 +292,47 @@ def _state_bytes(config: ModelConfig, given: LoadOptions, dtype: torch.dtype) ->
     )
 
 
-def _choose_states(config: ModelConfig, given: LoadOptions, dtype: torch.dtype, num_pages: int) -> StateGroup | None:
+def _choose_states(
+    config: ModelConfig, given: LoadOptions, dtype: torch.dtype, num_pages: int
+) -> tuple[int, StateGroup | None]:
+    """The pages of the KV pool, and the recurrent states of the model, for a pool that has `num_pages` for KV."""
     if config.recurrent is None:
-        return None
+        return num_pages, None
+    slot_bytes, page_bytes = state_bytes(config.recurrent, dtype), given.page_size * kv_bytes_per_token(config, dtype)
+    ratio, interval = given.mamba_full_memory_ratio, given.mamba_track_interval
+    if given.mamba_shared_memory and ratio:
+        together = int(num_pages * (1 + ratio))
+        shared = StateGroup.sharing(slot_bytes, page_bytes, together, interval)
+        if shared is not None:
+            logger.info(
+                "recurrent states: checkpoints of %.1f MiB share a pool of %d tokens with KV; %d working slots",
+                *(slot_bytes / 2**20, together * given.page_size, given.max_pool_rows),
+            )
+            return together, shared
     states = StateGroup.fitting(
-        state_bytes(config.recurrent, dtype),
-        num_pages * given.page_size * kv_bytes_per_token(config, dtype),
+        slot_bytes,
+        num_pages * page_bytes,
         given.max_pool_rows,
         max_slots=given.max_mamba_cache_size,
-        ratio=given.mamba_full_memory_ratio,
-        track_interval=given.mamba_track_interval,
+        ratio=ratio,
+        track_interval=interval,
     )
     logger.info(
         "recurrent states: %d checkpoints and %d working slots of %.1f MiB",
-        *(states.num_slots, given.max_pool_rows, states.slot_bytes / 2**20),
+        *(states.num_slots, given.max_pool_rows, slot_bytes / 2**20),
     )
-    return states
+    return num_pages, states
 
 
-def _make_states(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> StatePool | None:
+def _make_states(
+    config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype, pool: KvPool
+) -> StatePool | None:
     if config.recurrent is None or info.states is None:
         return None
-    slots = info.max_pool_rows + info.states.num_slots
+    paged = PagedCheckpoints(pool.tensor, info.page_size) if info.states.slot_pages else None
+    slots = info.max_pool_rows + (MAX_STATE_SAVES if paged is not None else info.states.num_slots)
     try:
-        return StatePool(config.recurrent, slots, device, dtype)
+        return StatePool(config.recurrent, slots, device, dtype, paged)
     except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no special error for it
         raise ConfigError(
             f"{slots} recurrent states take {slots * info.states.slot_bytes / 2**30:.1f} GiB, more than {device} has "

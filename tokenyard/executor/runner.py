@@ -244,6 +244,8 @@ class ModelExecutor:
         if self._adapters is not None:
             self._adapters.begin(plan)
         logits = self.model.step(batch)
+        if self._states is not None:
+            self._states.keep(plan)
         if len(logits):
             # Logits that are sampled later must survive the steps in between.
             ticket.logits = logits.clone() if plan.delay_sampling else logits

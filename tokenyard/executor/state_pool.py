@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 
-from tokenyard.base import StepPlan
+from tokenyard.base import Int32Array, StepPlan
+from tokenyard.base.protocols import MAX_STATE_SAVES
 from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
 RecurrentConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
@@ -42,14 +44,60 @@ class StateBatch:
     runs: list[StateRun]
 
 
+class PagedCheckpoints:
+    """Checkpoints as raw bytes in pages of the KV pool, which a page of KV may take at any time.
+
+    kv: the pool, [layers, 2, slots, kv heads, head_dim].
+    """
+
+    def __init__(self, kv: torch.Tensor, page_size: int) -> None:
+        planes, slots = kv.shape[0] * kv.shape[1], kv.shape[2]
+        self._bytes = kv.view(torch.uint8).view(planes, slots // page_size, -1)
+        # Pages with bytes of a state, which may be NaN to whoever reads them as KV.
+        self._raw = np.zeros(slots // page_size, np.bool_)
+
+    def read(self, pages: Int32Array) -> torch.Tensor:
+        """Return the bytes in pages (int32[n])."""
+        return self._bytes[:, self._index(pages)].flatten()
+
+    def write(self, pages: Int32Array, content: torch.Tensor) -> None:
+        """Put bytes into pages (int32[n])."""
+        planes, _, width = self._bytes.shape
+        whole = content.new_zeros(planes * len(pages) * width)
+        whole[: len(content)] = content
+        self._bytes[:, self._index(pages)] = whole.view(planes, len(pages), width)
+        self._raw[pages] = True
+
+    def clear(self, pages: Int32Array) -> None:
+        """`pages` (int32[n]) are for KV now, of which slots that were not written are zero."""
+        raw = pages[self._raw[pages]]
+        if len(raw):
+            self._bytes[:, self._index(raw)] = 0
+            self._raw[raw] = False
+
+    def _index(self, pages: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(pages.astype(np.int64)).to(self._bytes.device)
+
+
 class StatePool:
     """The states of all layers that have one: a slot for each pool row, then those of the checkpoints.
+
+    Where checkpoints are in pages of the KV pool (`paged`), a step saves to the last `MAX_STATE_SAVES` slots, and
+    `keep` copies them to their pages.
 
     conv: [layers, slots, kernel - 1, channels], the last inputs of the convolution, in the dtype of the model.
     recurrent: float32[layers, slots, *state_shape].
     """
 
-    def __init__(self, config: RecurrentConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: RecurrentConfig,
+        slots: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        paged: PagedCheckpoints | None = None,
+    ) -> None:
+        self._paged, self._first_save = paged, slots - MAX_STATE_SAVES
         layers = len(config.layers)
         # Not torch.empty and zero_: a CPU gives a slot its memory when it is first written to.
         self.conv = torch.zeros(layers, slots, config.kernel - 1, config.channels, device=device, dtype=dtype)
@@ -62,13 +110,18 @@ class StatePool:
     def prepare(self, plan: StepPlan) -> StateBatch:
         """Apply a plan's copies; return what its forward pass reads and writes."""
         device = self.conv.device
-        if len(plan.state_copies):
+        if self._paged is not None:
+            for (_, target), pages in zip(plan.state_copies.tolist(), plan.state_pages, strict=False):
+                self._set(target, self._paged.read(pages))
+            self._paged.clear(plan.page_ids)
+        elif len(plan.state_copies):
             sources, targets = torch.from_numpy(plan.state_copies.T.astype("int64")).to(device)
             for states in (self.conv, self.recurrent):
                 states[:, targets] = states[:, sources]
         saves: dict[int, list[tuple[int, int]]] = {}
-        for pool_row, position, slot in plan.state_saves.tolist():
-            saves.setdefault(pool_row, []).append((position, slot))
+        for place, (pool_row, position, slot) in enumerate(plan.state_saves.tolist()):
+            target = slot if self._paged is None else self._first_save + place
+            saves.setdefault(pool_row, []).append((position, target))
         decodes, pool_rows = plan.decode_rows, plan.pool_rows.tolist()
         # A prompt of one token may come as a decode: it continues nothing.
         fresh = [pool_rows[row] for row in (plan.starts[:decodes] == 0).nonzero()[0].tolist()]
@@ -83,6 +136,23 @@ class StatePool:
             decode_saves=(columns[0], columns[1]) if kept else None,
             runs=_runs(plan, saves),
         )
+
+    def keep(self, plan: StepPlan) -> None:
+        """Copy what the plan's forward pass saved to pages of the KV pool, if checkpoints are there."""
+        if self._paged is not None:
+            for place, pages in enumerate(plan.state_pages[len(plan.state_copies) :]):
+                slot = self._first_save + place
+                parts = [states[:, slot].flatten().view(torch.uint8) for states in (self.conv, self.recurrent)]
+                self._paged.write(pages, torch.cat(parts))
+
+    def _set(self, slot: int, content: torch.Tensor) -> None:
+        """Set the states in a slot from the bytes that `keep` made of one."""
+        for states in (self.conv, self.recurrent):
+            part = states[:, slot]
+            size = part.numel() * part.element_size()
+            # A copy, because a view of another type needs bytes that are aligned for it.
+            states[:, slot] = content[:size].clone().view(states.dtype).view(part.shape)
+            content = content[size:]
 
 
 def state_bytes(config: RecurrentConfig, dtype: torch.dtype) -> int:

@@ -1,5 +1,7 @@
 """When an idle session sends its next turn, learned from the gaps between turns."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tokenyard.base import NS_PER_S, Float64Array, Int32Array, Int64Array
@@ -19,6 +21,7 @@ hit before.
 PRIOR_WEIGHT = 0.25
 """Gaps that each interval counts before any was seen: returns become rarer with the logarithm of the idle time."""
 
+RARE = 1e-3
 HALVE_AT = 4096
 """Gaps of one kind after which old ones count half, so that the estimate follows the traffic."""
 
@@ -26,9 +29,11 @@ HALVE_AT = 4096
 class ReturnTimes:
     """How often sessions that were idle for so long came back, by the kind of their last stop."""
 
-    def __init__(self, kinds: int = len(KINDS) + 2) -> None:
+    def __init__(self, kinds: int = len(KINDS) + 2, rare: Sequence[int] = ()) -> None:
+        """rare: kinds that come back so rarely (`RARE`) as long as nothing is known."""
         shape = (kinds, len(BORDERS_S))
         self._back: Float64Array = np.full(shape, PRIOR_WEIGHT)
+        self._back[list(rare)] *= RARE
         self._gone: Float64Array = np.full(shape, PRIOR_WEIGHT / 4)
         self._index: Float64Array | None = None
 

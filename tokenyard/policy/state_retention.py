@@ -18,7 +18,7 @@ checkpoint stays for ever.
 import numpy as np
 
 from tokenyard.base import NS_PER_S, ConfigError, Float64Array, Int32Array, SchedulerSettings
-from tokenyard.cache.state_checkpoints import BRANCH, PROMPT, SPACED, StateCheckpoints, StateRetention
+from tokenyard.cache.state_checkpoints import ANSWER, BRANCH, PROMPT, SPACED, StateCheckpoints, StateRetention
 from tokenyard.policy.return_times import ReturnTimes
 
 DEFAULT_STATES_PER_PATH = 3
@@ -88,7 +88,8 @@ class WorthOfStates(StatesPerPath):
     def __init__(self) -> None:
         super().__init__(-1)
         # By kind, whether a deeper checkpoint follows, and whether it was hit before.
-        self._returns = ReturnTimes(4 * _KINDS)
+        # A prompt that continues another one continues at the deeper checkpoint, unless it was seen to branch off.
+        self._returns = ReturnTimes(4 * _KINDS, rare=[4 * kind + 2 for kind in (PROMPT, ANSWER, SPACED)])
 
     def positions(self, start: int, end: int, branch: int, last: int, roomy: bool) -> list[tuple[int, int]]:
         """See StateRetention."""

@@ -185,11 +185,12 @@ def _row(state: SchedulerState, row: int, now: int) -> LiveRow:
 def _owners(state: SchedulerState) -> KvOwners:
     memory = state.memory
     size, tree = memory.page_size, memory.tree
-    pages = memory.num_pages - memory.allocator.available - tree.evictable_pages - tree.protected_pages
+    cached = tree.evictable_pages + memory.state_pages
+    pages = memory.num_pages - memory.allocator.available - cached - tree.protected_pages
     return KvOwners(
         rows=(pages - memory.held_pages) * size,
         shared=tree.protected_pages * size,
-        cached=tree.evictable_pages * size,
+        cached=cached * size,
         held=memory.held_pages * size,
         free=memory.allocator.available * size,
         total=memory.num_pages * size,

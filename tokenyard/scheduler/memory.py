@@ -89,13 +89,14 @@ class KvMemory:
             self.windows = WindowPages(windows.window, settings.page_size, num_pages, windows.num_pages, pool_rows)
             self.allocator = WindowedAllocator(num_pages, self.windows)
         self.states: StateCheckpoints | None = None
+        self._slot_pages = 0
         if states is not None:
             assert windows is None, "a model has layers with a window or with a recurrent state, not both"
             interval = self.pages_for(states.track_interval) * settings.page_size
             assert retention is not None
-            self.states = StateCheckpoints(
-                settings.page_size, num_pages, states.num_slots, interval, pool_rows, retention
-            )
+            sizes = (settings.page_size, num_pages, states.num_slots, interval, pool_rows)
+            self.states = StateCheckpoints(*sizes, retention, states.slot_pages, self)
+            self._slot_pages = states.slot_pages
             self.allocator = CheckpointedAllocator(num_pages, self.states)
         by_worth = self.states is not None and self.states.retention.ranks_kv
         self._evicts_by_worth = by_worth and settings.radix_eviction_policy == "lru"
@@ -127,7 +128,7 @@ class KvMemory:
         # Counted at each call, because a row that has started since the release may have locked the same pages.
         unlocking = sum(self.tree.pages_locked_once(release.node) for release in self.releases)
         pages_to_be_freed = self._releasing_pages + unlocking + self.draft_pages
-        pages: int = self.allocator.available + self.tree.evictable_pages + pages_to_be_freed
+        pages: int = self.allocator.available + self._evictable_pages + pages_to_be_freed
         return self.page_size * pages
 
     @property
@@ -140,8 +141,18 @@ class KvMemory:
     @property
     def available_pages(self) -> int:
         """The most pages that `take_pages` can take now."""
-        pages: int = self.allocator.available + self.tree.evictable_pages
+        pages: int = self.allocator.available + self._evictable_pages
         return pages if self.windows is None else min(pages, self.windows.available_pages)
+
+    @property
+    def state_pages(self) -> int:
+        """Pages that hold checkpoints of recurrent states in the place of KV."""
+        return 0 if self.states is None else self.states.used * self._slot_pages
+
+    @property
+    def _evictable_pages(self) -> int:
+        pages: int = self.tree.evictable_pages
+        return pages if self.states is None else pages + self.states.evictable * self._slot_pages
 
     @property
     def max_chunk_tokens(self) -> int:
@@ -173,7 +184,7 @@ class KvMemory:
             return None
         shortfall = count - self.allocator.available
         if shortfall > 0:
-            if shortfall > self.tree.evictable_pages:
+            if shortfall > self._evictable_pages:
                 return None
             self._evict_pages(count)
         pages: Int32Array = self.allocator.alloc(count)
@@ -182,15 +193,39 @@ class KvMemory:
     def _evict_pages(self, count: int) -> None:
         """Evict until `count` pages are free; there must be enough."""
         while (missing := count - self.allocator.available) > 0:
-            evicted = NO_PAGES
-            if self.states is not None and self._evicts_by_worth:
-                evicted = self.tree.evict_unusable()
-                if not len(evicted) and self.states.evict(per_byte=True):
-                    continue
+            if self._evict_by_worth():
+                continue
+            evicted = self.tree.evict(missing)
             if not len(evicted):
-                evicted = self.tree.evict(missing)
+                assert self.states is not None
+                self.states.evict(per_byte=True)
             self.evicted_tokens += len(evicted) * self.page_size
             self.allocator.free(evicted)
+
+    def _evict_by_worth(self, below: float = np.inf) -> bool:
+        """Evict KV that no checkpoint makes usable, or else a checkpoint worth less than `below`; False for neither."""
+        if self.states is None or not self._evicts_by_worth:
+            return False
+        evicted = self.tree.evict_unusable()
+        self.evicted_tokens += len(evicted) * self.page_size
+        self.allocator.free(evicted)
+        return len(evicted) > 0 or self.states.evict(per_byte=True, below=below)
+
+    def take_state_pages(self, count: int, value: float) -> Int32Array | None:
+        """See `cache.state_checkpoints.SharedPages`."""
+        while self.allocator.available < count:
+            if not self._evict_by_worth(below=value):
+                return None
+        return self.allocator.alloc(count)
+
+    def free_state_pages(self, pages: Int32Array) -> None:
+        """See `cache.state_checkpoints.SharedPages`."""
+        self.allocator.free(pages)
+
+    @property
+    def free_share(self) -> float:
+        """Which part of the pool is free."""
+        return self.allocator.available / self.num_pages
 
     def take_pages_per_step(self, counts: list[int]) -> Int32Array:
         """The pages that one `take_pages` per entry of `counts` would give. There must be enough."""
@@ -489,7 +524,7 @@ class KvMemory:
     def find_leak(self) -> str | None:
         """With no request left: a description of leaked pages or rows, or None."""
         found = []
-        held = self.allocator.available + self.tree.evictable_pages + self.held_pages
+        held = self.allocator.available + self.tree.evictable_pages + self.held_pages + self.state_pages
         if self._holds:
             held += self.tree.protected_pages
         if held != self.num_pages:

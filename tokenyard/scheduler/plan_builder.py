@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.base import DRAFT, LAST_SAMPLED, Int32Array, RowStart, StepPlan
-from tokenyard.base.step_plan import NO_STATE_COPIES, NO_STATE_SAVES
+from tokenyard.base.protocols import MAX_STATE_SAVES
+from tokenyard.base.step_plan import NO_STATE_COPIES, NO_STATE_PAGES, NO_STATE_SAVES
 from tokenyard.cache.state_checkpoints import ANSWER
 from tokenyard.scheduler.memory import NO_PAGES, KvMemory
 from tokenyard.scheduler.request_table import RequestTable
@@ -110,6 +111,10 @@ class PlanBuilder:
             samples = np.concatenate((samples, np.array([chunk.sampled for chunk in self.chunks], np.int32)))
             tokens = np.concatenate((tokens, *map(self._chunk_tokens, self.chunks)))
         page_ids = _joined(self._page_ids)
+        copies = np.array(self._state_copies, np.int32) if self._state_copies else NO_STATE_COPIES
+        # The pages of copies first, because a save may take the slot of one.
+        copied = self._checkpoint_pages(copies[:, 0])
+        saves = self._saves()
         return StepPlan(
             step=step,
             pool_rows=self._table.pool_row[rows],
@@ -127,13 +132,20 @@ class PlanBuilder:
             verify_rows=len(self.verify_rows),
             adapter_loads=self.adapter_loads,
             window_ids=self._memory.window_ids(page_ids),
-            state_copies=np.array(self._state_copies, np.int32) if self._state_copies else NO_STATE_COPIES,
-            state_saves=self._saves(),
+            state_copies=copies,
+            state_saves=saves,
+            state_pages=np.concatenate((copied, self._checkpoint_pages(saves[:, 2]))),
         )
+
+    def _checkpoint_pages(self, slots: Int32Array) -> Int32Array:
+        states = self._memory.states
+        return NO_STATE_PAGES if states is None or not states.slot_tokens else states.pages_of(slots)
 
     def _saves(self) -> Int32Array:
         """Take a slot for each state to be saved that is worth one: int32[n, 3], see StepPlan."""
         states, found = self._memory.states, []
+        if states is not None and states.slot_tokens:
+            del self._state_saves[MAX_STATE_SAVES:]
         for save in self._state_saves:
             assert states is not None
             if save.kind == ANSWER:

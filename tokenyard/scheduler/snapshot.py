@@ -58,7 +58,7 @@ def take_snapshot(state: SchedulerState, now: int, *, in_flight: int, paused: bo
     size, tree = state.memory.page_size, state.memory.tree
     failure = "" if state.eviction_value is None else state.eviction_value.failure
     total, stores = state.memory.num_pages * size, state.stores
-    cached = tree.evictable_pages * size
+    cached = (tree.evictable_pages + state.memory.state_pages) * size
     queued_tokens, queued_s = state.queued_work()
     return Snapshot(
         now=now,

@@ -295,8 +295,7 @@ class Outcome:
 def executor_info(setup: Setup, replica: int = 0) -> ExecutorInfo:
     """The simulated device: a context that holds the workload's longest request, the profile's KV pool."""
     page, profile = setup.settings.page_size, setup.profile_of(replica)
-    given = setup.kv_pool_tokens
-    pool_tokens = _pool_tokens(setup, profile) if given is None else given // setup.dp_size
+    pool_tokens, states = _pools(setup, profile)
     if pool_tokens < page:
         raise ConfigError(f"a KV pool of {pool_tokens} tokens does not hold one page of {page}")
     return ExecutorInfo(
@@ -308,36 +307,43 @@ def executor_info(setup: Setup, replica: int = 0) -> ExecutorInfo:
         eos_token_ids=(EOS_TOKEN,),
         page_size=page,
         num_pages=pool_tokens // page,
-        states=_states(setup, profile, pool_tokens),
         max_pool_rows=setup.settings.max_running_requests,
         kv_bytes_per_token=profile.kv_bytes_per_token,
+        states=states,
     )
 
 
-def _pool_tokens(setup: Setup, profile: Profile) -> int:
-    """What is left of the profile's pool for KV where checkpoints of recurrent states take their part of it."""
-    settings = setup.settings
-    if not profile.state_slot_bytes or settings.disable_radix_cache:
-        return profile.kv_pool_tokens
-    if settings.max_mamba_cache_size is None:
-        return int(profile.kv_pool_tokens / (1.0 + settings.mamba_full_memory_ratio))
-    slots = settings.max_mamba_cache_size - settings.max_running_requests
-    return profile.kv_pool_tokens - slots * profile.state_slot_bytes // profile.kv_bytes_per_token
+def _pools(setup: Setup, profile: Profile) -> tuple[int, StateGroup | None]:
+    """The tokens of the KV pool, and the checkpoints of a model with recurrent states, as a server would have them.
 
-
-def _states(setup: Setup, profile: Profile, pool_tokens: int) -> StateGroup | None:
-    """The checkpoints of a model with recurrent states, as a server would have them."""
-    settings = setup.settings
+    A pool of given size is for KV alone; that of the profile is what is left for KV and checkpoints.
+    """
+    settings, given = setup.settings, setup.kv_pool_tokens
+    tokens = profile.kv_pool_tokens if given is None else given // setup.dp_size
     if not profile.state_slot_bytes:
-        return None
-    return StateGroup.fitting(
+        return tokens, None
+    ratio = 0.0 if settings.disable_radix_cache else settings.mamba_full_memory_ratio
+    if ratio and settings.shares_state_memory:
+        together = tokens if given is None else int(tokens * (1.0 + ratio))
+        page_bytes = settings.page_size * profile.kv_bytes_per_token
+        pages, interval = together // settings.page_size, settings.mamba_track_interval
+        shared = StateGroup.sharing(profile.state_slot_bytes, page_bytes, pages, interval)
+        if shared is not None:
+            return together, shared
+    if given is None and settings.max_mamba_cache_size is None:
+        tokens = int(tokens / (1.0 + ratio))
+    elif given is None and settings.max_mamba_cache_size is not None:
+        slots = settings.max_mamba_cache_size - settings.max_running_requests
+        tokens -= slots * profile.state_slot_bytes // profile.kv_bytes_per_token
+    states = StateGroup.fitting(
         profile.state_slot_bytes,
-        pool_tokens * profile.kv_bytes_per_token,
+        tokens * profile.kv_bytes_per_token,
         settings.max_running_requests,
         max_slots=settings.max_mamba_cache_size,
-        ratio=0.0 if settings.disable_radix_cache else settings.mamba_full_memory_ratio,
+        ratio=ratio,
         track_interval=settings.mamba_track_interval,
     )
+    return tokens, states
 
 
 def blank_outcome(workload: Workload, setup: Setup) -> Outcome:

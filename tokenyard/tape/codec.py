@@ -7,7 +7,7 @@ A tape that is cut off within its last record is valid up to that record.
 Version 2 has no HTTP status in `Cancel` any more; that of version 1 is ignored, as the cause has the same information.
 Version 3 has `KvAvailable`, `KvLoaded` and `PagesReleased`; since version 4 a `KvAvailable` may have a token. Version 8
 has sessions (`Request.session`, `TurnEnded`, `SessionEnded`), `Request.age_ns` and `WeightsUpdated`. A plan's digest
-covers its `state_copies` and `state_saves` if it has any.
+covers its `state_copies`, `state_saves` and `state_pages` if it has any.
 """
 
 import re
@@ -246,6 +246,8 @@ def plan_summary(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
         digest.update(np.ascontiguousarray(plan.state_copies).data)
     if len(plan.state_saves):
         digest.update(np.ascontiguousarray(plan.state_saves).data)
+    if len(plan.state_pages):
+        digest.update(np.ascontiguousarray(plan.state_pages).data)
     for start in plan.row_starts:
         logprobs = _shown_logprobs(start.logprobs)
         facts = (start.pool_row, start.prompt_tokens, anonymizer.sampling(start.sampling), logprobs)
