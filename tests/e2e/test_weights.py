@@ -4,6 +4,9 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -261,3 +264,68 @@ def test_tensors_that_do_not_fit_change_nothing(server, models, tmp_path):
             urllib.request.urlopen(request)
     answer = ask(server)
     assert (answer["meta_info"]["weight_version"], answer["output_ids"]) == ("good", greedy_over([(a, 8)], PROMPT))
+
+
+TRAINER = """
+import json, sys, threading, urllib.request
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from safetensors.torch import load_file
+
+url, path, port = sys.argv[1:]
+
+def post(route, body):
+    data, kind = json.dumps(body).encode(), {"content-type": "application/json"}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url + route, data, kind)))
+
+# As SGLang's clients make the group.
+name, answers = "weight_update_group", []
+asked = {"master_address": "127.0.0.1", "master_port": int(port), "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+joining = threading.Thread(target=lambda: answers.append(post("/init_weights_update_group", asked)))
+joining.start()
+store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
+store = dist.PrefixStore(name, store)
+limit = c10d.default_pg_timeout
+group, _ = c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, group_name=name, timeout=limit)
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+joining.join()
+tensors = load_file(path)
+names = sorted(tensors)
+for part in (names[:7], names[7:]):
+    said = {
+        "names": part,
+        "dtypes": [str(tensors[one].dtype).removeprefix("torch.") for one in part],
+        "shapes": [list(tensors[one].shape) for one in part],
+        "flush_cache": part[-1] == names[-1],
+        "weight_version": "broadcast",
+    }
+    sending = threading.Thread(target=lambda: answers.append(post("/update_weights_from_distributed", said)))
+    sending.start()
+    for one in part:
+        dist.broadcast(tensors[one], src=0, group=group)
+    sending.join()
+answers.append(post("/destroy_weights_update_group", {}))
+print(json.dumps(answers))
+"""
+
+
+def test_a_trainer_broadcasts_weights(server, models):
+    (_, b), root = models[0].values(), models[1]
+    assert update(server, root / "a", weight_version="base")[0] == 200
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", TRAINER, server.url, str(root / "b" / "model.safetensors"), str(port)]
+    trainer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert trainer.returncode == 0, trainer.stderr
+    answers = json.loads(trainer.stdout.splitlines()[-1])
+    assert [answer["success"] for answer in answers] == [True] * 4
+    assert answers[2]["weight_version"] == "broadcast"
+    answer = ask(server)
+    assert answer["output_ids"] == greedy_over([(b, 8)], PROMPT)
+    assert answer["meta_info"]["weight_version"] == "broadcast"
+    status, answer = post(
+        f"{server.url}/update_weights_from_distributed", {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
+    )
+    assert (status, answer["success"]) == (400, False)
+    assert "/init_weights_update_group" in answer["message"]

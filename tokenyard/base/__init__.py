@@ -54,6 +54,7 @@ from tokenyard.base.protocols import (
     PrefixListener,
     StateGroup,
     UsableListener,
+    WeightGroup,
     WeightSource,
     WindowGroup,
 )
@@ -170,6 +171,7 @@ __all__ = [
     "UnloadAdapter",
     "Update",
     "UsableListener",
+    "WeightGroup",
     "WeightSource",
     "WeightsUpdated",
     "WindowGroup",

@@ -128,10 +128,29 @@ class WeightSource:
 
     folder: a checkpoint; "" for the one in use.
     files: safetensors files with tensors that replace those of the checkpoint and of earlier updates, the latest last.
+    received: whether tensors that were received since the last update replace them as well.
     """
 
     folder: str = ""
     files: tuple[str, ...] = ()
+    received: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """A group of processes in which a trainer, its rank 0, broadcasts weights.
+
+    address, port: where the trainer's store listens.
+    rank, size: of this process, and of the group.
+    backend: gloo or nccl.
+    """
+
+    name: str
+    address: str
+    port: int
+    rank: int
+    size: int
+    backend: str
 
 
 class Executor(Protocol):
@@ -175,6 +194,15 @@ class Executor(Protocol):
 
     def drop_weights(self) -> None:
         """Free weights that were prepared and are not wanted; nothing happens if there are none."""
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Join a trainer's group; waits for its other members. From another thread. Raises ConfigError."""
+
+    def receive_weights(self, group: str, tensors: list[tuple[str, str, list[int]]]) -> None:
+        """Receive tensors, given as (name, dtype, shape), which the next update uses. Raises ConfigError."""
+
+    def leave_weight_group(self, group: str) -> None:
+        """Leave a group. Raises ConfigError for one that is not there."""
 
     def weight(self, name: str, rows: int) -> Any:
         """The first `rows` rows of the tensor of this name in the checkpoint in use, as nested lists of numbers.

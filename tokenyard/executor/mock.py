@@ -30,6 +30,7 @@ from tokenyard.base import (
     StepResult,
     StepWork,
     TokenyardError,
+    WeightGroup,
     WeightSource,
     step_work,
 )
@@ -190,6 +191,18 @@ class MockExecutor:
 
     def drop_weights(self) -> None:
         """Do nothing: there is nothing to free."""
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Raises ConfigError: there are no tensors to receive."""
+        raise ConfigError("the mock executor receives no tensors")
+
+    def receive_weights(self, group: str, tensors: list[tuple[str, str, list[int]]]) -> None:
+        """Raises ConfigError: there is no group."""
+        raise ConfigError(f"there is no group {group!r}; join it with /init_weights_update_group")
+
+    def leave_weight_group(self, group: str) -> None:
+        """Raises ConfigError: there is no group."""
+        raise ConfigError(f"there is no group {group!r}")
 
     def weight(self, name: str, rows: int) -> Any:
         """Raises ConfigError: there are no tensors."""

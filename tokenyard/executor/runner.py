@@ -17,6 +17,7 @@ from tokenyard.base import (
     StepPlan,
     StepResult,
     TokenyardError,
+    WeightGroup,
     WeightSource,
 )
 from tokenyard.executor.cuda_streams import HostCopies, StepTimer
@@ -187,13 +188,29 @@ class ModelExecutor:
 
     def prepare_weights(self, source: WeightSource) -> str:
         """Read other weights next to those in use; see Executor. Raises ConfigError, also for a divided model."""
+        with torch.inference_mode():
+            return self._updates.prepare(source)
+
+    @property
+    def _updates(self) -> WeightUpdates:
         if self.weight_updates is None:
             raise ConfigError(
                 "the weights of a model over several ranks (--tp-size, --pp-size, --enable-dp-attention) cannot be"
-                " changed yet; restart the engine with the new checkpoint"
+                " changed or read yet; restart the engine with the new checkpoint"
             )
-        with torch.inference_mode():
-            return self.weight_updates.prepare(source)
+        return self.weight_updates
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Join a trainer's group; see Executor."""
+        self._updates.groups.join(group)
+
+    def receive_weights(self, group: str, tensors: list[tuple[str, str, list[int]]]) -> None:
+        """Receive tensors for the next update; see Executor."""
+        self._updates.receive(group, tensors, self._device)
+
+    def leave_weight_group(self, group: str) -> None:
+        """Leave a trainer's group; see Executor."""
+        self._updates.groups.leave(group)
 
     def swap_weights(self) -> None:
         """Use the weights that were prepared; see Executor."""
@@ -210,9 +227,7 @@ class ModelExecutor:
 
     def weight(self, name: str, rows: int) -> Any:
         """Return rows of a tensor of the checkpoint in use; see Executor."""
-        if self.weight_updates is None:
-            raise ConfigError("tensors of a model over several ranks cannot be read yet")
-        return self.weight_updates.rows(name, rows)
+        return self._updates.rows(name, rows)
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the KV of pages lies; see Executor. Raises ConfigError for a model with recurrent states."""

@@ -12,6 +12,7 @@ from tokenyard.base import ConfigError, WeightSource
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.lora_manager import LoraManager
 from tokenyard.executor.models.model_backend import ModelBackend
+from tokenyard.executor.weight_group import WeightGroups
 from tokenyard.executor.weights import SafetensorsFile, SafetensorsWeights, open_safetensors
 
 DIGEST_BYTES = 16
@@ -53,7 +54,13 @@ class WeightUpdates:
     def __init__(self, folder: Path, load: Callable[[Checkpoint], LoadedModel]) -> None:
         self._load = load
         self.current = Checkpoint(folder)
+        self.groups = WeightGroups()
+        self._received: list[SafetensorsFile] = []
         self._prepared: tuple[Checkpoint, LoadedModel] | None = None
+
+    def receive(self, group: str, tensors: list[tuple[str, str, list[int]]], device: torch.device) -> None:
+        """Receive tensors for the next update; see Executor.receive_weights."""
+        self._received.append(self.groups.receive(group, tensors, device))
 
     def prepare(self, source: WeightSource) -> str:
         """Read weights and check them; returns their digest. See Executor.prepare_weights."""
@@ -74,18 +81,20 @@ class WeightUpdates:
         return files.stored(name)[:rows].float().tolist()
 
     def drop(self) -> None:
-        """Free what was prepared."""
+        """Free what was prepared or received."""
         self._prepared = None
+        self._received = []
 
     def _checkpoint(self, source: WeightSource) -> Checkpoint:
         folder, digest, files = self.current.folder, self.current.digest, [*self.current.updates]
         if source.folder:
             folder = resolve_model_path(source.folder)
             digest, files = folder_digest(folder), []
-        for path in map(Path, source.files):
-            file = open_safetensors(path)
+        received, self._received = self._received if source.received else [], []
+        for file in [*map(open_safetensors, map(Path, source.files)), *received]:
             files = [before for before in files if not before.names <= file.names] + [file]
-            digest = blake2b(f"{digest}\0{file_digest(path)}".encode(), digest_size=DIGEST_BYTES).hexdigest()
+            content = file_digest(file.path) if file.path.exists() else tensors_digest(file)
+            digest = blake2b(f"{digest}\0{content}".encode(), digest_size=DIGEST_BYTES).hexdigest()
         return Checkpoint(folder, tuple(files), digest)
 
 
@@ -95,6 +104,16 @@ def folder_digest(folder: Path) -> str:
     digest = blake2b(digest_size=DIGEST_BYTES)
     for file in files:
         digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
+    return digest.hexdigest()
+
+
+def tensors_digest(file: SafetensorsFile) -> str:
+    """Return a digest of the names and numbers of tensors in memory."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for name in sorted(file.names):
+        tensor = file.handle.get_tensor(name)
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data if tensor.numel() else b"")
     return digest.hexdigest()
 
 

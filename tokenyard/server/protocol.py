@@ -369,6 +369,45 @@ class UpdateWeightsFromTensor:
 
 
 @dataclass(kw_only=True)
+class InitWeightsUpdateGroup:
+    """`POST /init_weights_update_group`: a group of torch.distributed whose rank 0 is the trainer.
+
+    rank_offset: the rank of this engine's first data-parallel rank.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str | None = None
+    backend: str | None = None
+
+
+@dataclass(kw_only=True)
+class UpdateWeightsFromDistributed:
+    """`POST /update_weights_from_distributed`: what the trainer broadcasts next, in this order.
+
+    flush_cache: `false` says that more tensors follow, which are used together with these.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str | None = None
+    flush_cache: bool | None = None
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+    load_format: str | None = None
+
+
+@dataclass(kw_only=True)
+class DestroyWeightsUpdateGroup:
+    """`POST /destroy_weights_update_group`."""
+
+    group_name: str | None = None
+
+
+@dataclass(kw_only=True)
 class GetWeightsByName:
     """`POST /get_weights_by_name`.
 

@@ -14,6 +14,7 @@ from tokenyard.engine.frontend.weight_files import WeightFiles
 logger = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT_S = 3600.0
+GROUP_TIMEOUT_S = 360.0
 USE_TIMEOUT_S = 600.0
 """Timeout of a swap, which waits for the steps in flight."""
 
@@ -44,6 +45,7 @@ class WeightUpdates:
         self.version = ""
         self.files = WeightFiles()
         self._staged: list[Path] = []
+        self._received = False
         self._ranks = ranks
         self._count = 0
         self._folder = ""
@@ -68,24 +70,49 @@ class WeightUpdates:
         """
         async with self.lock:
             staged, self._staged = self._staged, []
-            if not staged:
+            received, self._received = self._received, False
+            if not staged and not received:
                 return self.version
             try:
-                source = WeightSource(files=tuple(map(str, staged)))
+                source = WeightSource(files=tuple(map(str, staged)), received=received)
                 return await self._update(WeightUpdate(source, version, flush))
             finally:
                 # Each rank has mapped what it needs of them.
                 for path in staged:
                     path.unlink(missing_ok=True)
 
+    async def join_group(
+        self, group: str, address: str, port: int, *, rank_offset: int, size: int, backend: str
+    ) -> None:
+        """Have all ranks join a trainer's group, the first one as rank `rank_offset`. Raises ConfigError."""
+        place = {"group": group, "address": address, "port": port, "rank_offset": rank_offset}
+        await self._ranks.call("join_weight_group", None, GROUP_TIMEOUT_S, **place, size=size, backend=backend)
+
+    async def receive(self, group: str, tensors: list[tuple[str, str, list[int]]]) -> None:
+        """Have all ranks receive tensors, which `use_staged` puts in use. Raises ConfigError; then what was received
+        before is dropped too.
+        """
+        try:
+            await self._ranks.call("receive_weights", None, GROUP_TIMEOUT_S, group=group, tensors=tensors)
+        except BaseException:
+            self._received = False
+            await self._drop()
+            raise
+        self._received = True
+
+    async def leave_group(self, group: str) -> None:
+        """Have all ranks leave a group. Raises ConfigError if it is not there."""
+        await self._ranks.call("leave_weight_group", None, GROUP_TIMEOUT_S, group=group)
+
     def close(self) -> None:
         """Remove files that are kept."""
         self.files.close()
 
     async def _update(self, update: WeightUpdate) -> str:
-        source = {"folder": update.source.folder, "files": list(update.source.files)}
+        source = update.source
+        given = {"folder": source.folder, "files": list(source.files), "received": source.received}
         try:
-            digests = await self._ranks.call("prepare_weights", str, PREPARE_TIMEOUT_S, **source)
+            digests = await self._ranks.call("prepare_weights", str, PREPARE_TIMEOUT_S, **given)
         except BaseException:
             await self._drop()
             raise
@@ -94,7 +121,7 @@ class WeightUpdates:
             raise TokenyardError("the ranks of the engine read different weights; the files changed meanwhile")
         self._count += 1
         self.version = version = update.version or str(self._count)
-        self._folder = update.source.folder if not update.source.files else ""
+        self._folder = source.folder
         await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
         # What the balancer expects to be cached is KV of the old weights.
         self._ranks.balancer.flushed()

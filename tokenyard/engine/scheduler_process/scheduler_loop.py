@@ -131,7 +131,7 @@ class SchedulerLoop:
                     # Closed before the executor, whose pages some read and write.
                     attachments.append(_closing(resources, attachment))
 
-            attach(WeightUpdater(executor, core, deliver))  # before all that look for KV
+            attach(WeightUpdater(executor, core, deliver, rank))  # before all that look for KV
             attach(open_lora(config, core, executor, deliver))  # first, as it may refuse a request
             attach(open_disagg_connector(config, core, executor, deliver, rank))
             attach(open_kv_store_connector(config, core, executor, deliver, rank))  # for what disagg does not fetch

@@ -17,7 +17,15 @@ from tokenyard.server.http.errors import outcome_of
 from tokenyard.server.http.generate import FIRST_VERSION
 from tokenyard.server.http.streaming import read_body
 from tokenyard.server.native.control_routes import Body, State
-from tokenyard.server.protocol import GetWeightsByName, UpdateWeightsFromDisk, UpdateWeightsFromTensor, parse
+from tokenyard.server.protocol import (
+    DestroyWeightsUpdateGroup,
+    GetWeightsByName,
+    InitWeightsUpdateGroup,
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromDistributed,
+    UpdateWeightsFromTensor,
+    parse,
+)
 from tokenyard.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -28,6 +36,8 @@ VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "keep": "in_place", "retra
 MAX_VERSION_CHARS = 128
 TENSOR_TYPES = ("application/octet-stream", "application/vnd.safetensors")
 DEFAULT_ROWS, MAX_ROWS = 100, 10_000
+GROUP = "weight_update_group"
+"""SGLang's default name of a group."""
 
 
 def version_of(state: ServerState) -> str:
@@ -109,6 +119,62 @@ async def _receive(request: Request, path: Path) -> Path:
     return path
 
 
+@router.post("/init_weights_update_group")
+async def init_weights_update_group(state: State, body: Body) -> Response:
+    """Join a trainer's group of torch.distributed; the response comes once all members have joined."""
+    fields = parse(body, InitWeightsUpdateGroup, strict=state.options.strict_api)
+    if not 0 < fields.master_port < 2**16:
+        raise InvalidRequestError("master_port must be 1 to 65535", param="master_port")
+    if fields.rank_offset < 1:
+        raise InvalidRequestError("rank_offset must be at least 1, as rank 0 is the trainer", param="rank_offset")
+    group = fields.group_name or GROUP
+    work = state.control.weights.join_group(
+        *(group, fields.master_address, fields.master_port),
+        rank_offset=fields.rank_offset,
+        size=fields.world_size,
+        backend=fields.backend or "nccl",
+    )
+    return await _answer_call(work, f"the group {group} is joined")
+
+
+@router.post("/destroy_weights_update_group")
+async def destroy_weights_update_group(state: State, body: Body) -> Response:
+    """Leave a trainer's group."""
+    group = parse(body or b"{}", DestroyWeightsUpdateGroup, strict=state.options.strict_api).group_name or GROUP
+    return await _answer_call(state.control.weights.leave_group(group), f"the group {group} is left")
+
+
+@router.post("/update_weights_from_distributed")
+async def update_weights_from_distributed(state: State, body: Body) -> Response:
+    """Use new values of some tensors, which the trainer broadcasts in the group meanwhile."""
+    fields = parse(body, UpdateWeightsFromDistributed, strict=state.options.strict_api)
+    if not fields.names or not len(fields.names) == len(fields.dtypes) == len(fields.shapes):
+        raise InvalidRequestError("names, dtypes and shapes must have one entry for each tensor", param="names")
+    version = checked_version(fields.weight_version)
+    if fields.abort_all_requests:
+        await state.control.abort()
+    tensors = list(zip(fields.names, fields.dtypes, fields.shapes, strict=True))
+    received = await _answer_call(state.control.weights.receive(fields.group_name or GROUP, tensors), "received")
+    if received.status_code != 200 or fields.flush_cache is False:
+        return received
+    return await answer_update(state, state.control.weights.use_staged(version), None)
+
+
+async def _answer_call(work: Awaitable[None], done: str) -> Response:
+    """Answer as SGLang does, with this API's error where the call failed."""
+    try:
+        await work
+    except TokenyardError as error:
+        return _failed(error, error.message)
+    return JSONResponse({"success": True, "message": done})
+
+
+def _failed(error: TokenyardError, message: str) -> Response:
+    outcome = outcome_of(error)
+    detail = {"message": error.message, "type": outcome.type, "param": error.param, "code": outcome.code}
+    return JSONResponse({"success": False, "message": message, "error": detail}, outcome.status)
+
+
 @router.post("/get_weights_by_name")
 async def get_weights_by_name(state: State, body: Body) -> Any:
     """The first rows of a tensor of the checkpoint in use, as nested lists."""
@@ -142,12 +208,9 @@ async def answer_update(state: ServerState, work: Awaitable[str], param: str | N
     try:
         version = await work
     except TokenyardError as error:
-        outcome = outcome_of(error)
         error.param = error.param or (param if isinstance(error, ConfigError) else None)
         logger.error("the weights were not changed: %s", error.message)
-        detail = {"message": error.message, "type": outcome.type, "param": error.param, "code": outcome.code}
-        message = f"the weights were not changed: {error.message}"
-        return JSONResponse({"success": False, "message": message, "error": detail}, outcome.status)
+        return _failed(error, f"the weights were not changed: {error.message}")
     paused = state.control.paused
     message = f"weights of version {version} are in use"
     answer = {"success": True, "message": message, "num_paused_requests": 0, "weight_version": version}

@@ -5,9 +5,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from tokenyard.base import ConfigError, Event, Executor, Pause, Request, Resume, WeightSource, WeightsUpdated
+from tokenyard.base import (
+    ConfigError,
+    Event,
+    Executor,
+    Pause,
+    Request,
+    Resume,
+    WeightGroup,
+    WeightSource,
+    WeightsUpdated,
+)
 from tokenyard.base.request import weight_version, weights_key
 from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest
 from tokenyard.engine.scheduler_process.attachments.base import Attachment, DeferredReply, VerbHandler
@@ -24,11 +35,13 @@ class WeightUpdater(Attachment):
     has ended gets `restore_weights`: it plans no step before the engine's weights are there.
 
     deliver: brings calls to the event loop from the reading thread.
+    rank: the data-parallel rank.
     """
 
     name = "weights"
 
-    def __init__(self, executor: Executor, core: Core, deliver: Callable[[RpcRequest], None]) -> None:
+    def __init__(self, executor: Executor, core: Core, deliver: Callable[[RpcRequest], None], rank: int = 0) -> None:
+        self._rank = rank
         self._executor = executor
         self._core = core
         self._deliver = deliver
@@ -38,8 +51,8 @@ class WeightUpdater(Attachment):
         self._restoring = ""
         self._update: WeightsUpdated | None = None
         self._reply = DeferredReply()
-        self._lookups = 0
-        self._lookup_replies: dict[int, DeferredReply] = {}
+        self._calls = 0
+        self._replies: dict[int, DeferredReply] = {}
         self._holding = False
         """Whether the engine is paused until the weights are in use."""
 
@@ -52,7 +65,10 @@ class WeightUpdater(Attachment):
             "drop_weights": self._drop,
             "restore_weights": self._restore,
             "weight": self._weight,
-            "weight_found": self._found,
+            "join_weight_group": self._join_group,
+            "receive_weights": self._receive,
+            "leave_weight_group": self._leave_group,
+            "weights_call_done": self._call_done,
         }
 
     def submitted(self, request: Request, now: int) -> Request:
@@ -94,12 +110,12 @@ class WeightUpdater(Attachment):
         held, self._holding = self._holding, False
         return [Resume()] if held else []
 
-    def _prepare(self, now: int, folder: str, files: list[str]) -> DeferredReply:
+    def _prepare(self, now: int, folder: str, files: list[str], received: bool = False) -> DeferredReply:
         """Read weights; the reply is their digest. Refused while others are read."""
         if self._busy:
             raise ConfigError("other weights are being read; send these once that has ended")
         self._digest, self._reading, self._busy = None, DeferredReply(), True
-        source = WeightSource(folder, tuple(files))
+        source = WeightSource(folder, tuple(files), received)
         threading.Thread(target=self._work, args=(source,), name="weights", daemon=True).start()
         return self._reading
 
@@ -136,29 +152,45 @@ class WeightUpdater(Attachment):
         self._reading = self._digest = None
         self._executor.drop_weights()
 
-    def _weight(self, now: int, tensor: str, rows: int) -> DeferredReply:
-        """Read rows of a tensor in a thread."""
-        number = self._lookups = self._lookups + 1
-        reply = self._lookup_replies[number] = DeferredReply()
+    def _join_group(
+        self, now: int, group: str, address: str, port: int, rank_offset: int, size: int, backend: str
+    ) -> DeferredReply:
+        joined = WeightGroup(group, address, port, rank_offset + self._rank, size, backend)
+        return self._in_thread(partial(self._executor.join_weight_group, joined))
 
-        def look_up() -> None:
+    def _receive(self, now: int, group: str, tensors: list[list[Any]]) -> DeferredReply:
+        named = [(tensor, dtype, shape) for tensor, dtype, shape in tensors]
+        return self._in_thread(partial(self._executor.receive_weights, group, named))
+
+    def _leave_group(self, now: int, group: str) -> DeferredReply:
+        return self._in_thread(partial(self._executor.leave_weight_group, group))
+
+    def _weight(self, now: int, tensor: str, rows: int) -> DeferredReply:
+        return self._in_thread(partial(self._executor.weight, tensor, rows))
+
+    def _in_thread(self, work: Callable[[], Any]) -> DeferredReply:
+        """Have a thread do what may take long; the reply is what it returns."""
+        number = self._calls = self._calls + 1
+        reply = self._replies[number] = DeferredReply()
+
+        def run() -> None:
             value, refusal = None, ""
             try:
-                value = self._executor.weight(tensor, rows)
+                value = work()
             except ConfigError as error:
                 refusal = error.message
             except Exception as error:
-                logger.exception("a tensor could not be read")
-                refusal = f"the tensor could not be read: {error}"
-            found = {"number": number, "value": value, "refusal": refusal}
-            self._deliver(RpcRequest(NO_REPLY, "weight_found", found))
+                logger.exception("a call about weights failed")
+                refusal = f"{type(error).__name__}: {error}"
+            done = {"number": number, "value": value, "refusal": refusal}
+            self._deliver(RpcRequest(NO_REPLY, "weights_call_done", done))
 
-        threading.Thread(target=look_up, name="weight", daemon=True).start()
+        threading.Thread(target=run, name="weights", daemon=True).start()
         return reply
 
-    def _found(self, now: int, number: int, value: Any, refusal: str) -> None:
-        """The thread has read a tensor, or could not."""
-        reply = self._lookup_replies.pop(number)
+    def _call_done(self, now: int, number: int, value: Any, refusal: str) -> None:
+        """A thread has ended."""
+        reply = self._replies.pop(number)
         if refusal:
             reply.set_exception(ConfigError(refusal))
         else:
