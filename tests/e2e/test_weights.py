@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,6 +266,45 @@ def test_tensors_that_do_not_fit_change_nothing(server, models, tmp_path):
             urllib.request.urlopen(request)
     answer = ask(server)
     assert (answer["meta_info"]["weight_version"], answer["output_ids"]) == ("good", greedy_over([(a, 8)], PROMPT))
+
+
+def resident_bytes(server):
+    """Memory of the scheduler process that is not a file's."""
+    status = Path(f"/proc/{server.children()[0]}/status").read_text(encoding="ascii")
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
+
+def test_memory_is_given_back_and_taken_again(models):
+    a, root = models[0]["a"], models[1]
+    running = Server(str(root / "a"), *FLAGS, "--max-total-tokens", "200000")
+    try:
+        found = []
+        long = threading.Thread(target=lambda: found.append(ask(running, 150)))
+        long.start()
+        time.sleep(0.1)
+        status, answer = post(f"{running.url}/release_memory_occupation")
+        assert (status, answer["success"]) == (400, False)
+        assert "requests are open" in answer["message"]
+        long.join()
+        before = resident_bytes(running)
+        assert post(f"{running.url}/release_memory_occupation", {"tags": ["gpu"]})[1]["error"]["param"] == "tags"
+        assert post(f"{running.url}/release_memory_occupation")[0] == 200
+        pool_bytes = 200_000 * 3 * 2 * 2 * 20 * 4
+        assert before - resident_bytes(running) > 0.9 * pool_bytes
+        assert post(f"{running.url}/continue_generation")[0] == 400
+        waiting = threading.Thread(target=lambda: found.append(ask(running)))
+        waiting.start()
+        assert post(f"{running.url}/resume_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
+        waiting.join(0.3)
+        assert waiting.is_alive(), "there are no weights yet"
+        assert post(f"{running.url}/resume_memory_occupation")[0] == 200
+        waiting.join(10)
+        assert found[1]["output_ids"] == greedy_over([(a, 8)], PROMPT)
+        assert post(f"{running.url}/release_memory_occupation", {"tags": ["weights"]})[0] == 200
+        assert update(running, root / "b")[0] == 200
+        assert ask(running)["output_ids"] == greedy_over([(models[0]["b"], 8)], PROMPT)
+    finally:
+        assert running.close() == 0
 
 
 TRAINER = """

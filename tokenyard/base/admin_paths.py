@@ -19,6 +19,8 @@ ADMIN_PATHS = frozenset(
         "/update_weights_from_disk",
         "/update_weights_from_tensor",
         "/get_weights_by_name",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
         "/init_weights_update_group",
         "/destroy_weights_update_group",
         "/update_weights_from_distributed",

@@ -195,6 +195,12 @@ class Executor(Protocol):
     def drop_weights(self) -> None:
         """Free weights that were prepared and are not wanted; nothing happens if there are none."""
 
+    def release_memory(self, *, weights: bool, kv_cache: bool) -> None:
+        """Give memory back while no row is there, until weights are swapped in again and KV is written.
+
+        Raises ConfigError for what cannot be given back.
+        """
+
     def join_weight_group(self, group: WeightGroup) -> None:
         """Join a trainer's group; waits for its other members. From another thread. Raises ConfigError."""
 

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import math
+import mmap
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ class KvPool:
         """Return keys and values of one layer, each [slot, kv head, head_dim]."""
         return self._layers[index]
 
+    def give_back(self) -> None:
+        """Give the memory back until it is written again. No page may be in use."""
+        give_back_pages(self.tensor)
+        if self.windows is not None:
+            self.windows.give_back()
+
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Return where the KV of pages lies: a piece per layer for keys and one for values, in that order.
 
@@ -89,6 +96,18 @@ class KvPool:
         planes = np.arange(2 * len(self.tensor)) * (self.tensor.stride(1) * self.tensor.itemsize)
         begin = self.tensor.data_ptr() + planes
         return KvPieces(begin + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, str(self.tensor.device))
+
+
+def give_back_pages(tensor: torch.Tensor) -> None:
+    """Give the memory of a tensor on a CPU back to Linux; its address stays, and its numbers become 0. Does nothing
+    elsewhere.
+    """
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux" and tensor.device.type == "cpu" and end > begin:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED)
+        )
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:

@@ -192,6 +192,9 @@ class MockExecutor:
     def drop_weights(self) -> None:
         """Do nothing: there is nothing to free."""
 
+    def release_memory(self, *, weights: bool, kv_cache: bool) -> None:
+        """Do nothing: there is no memory."""
+
     def join_weight_group(self, group: WeightGroup) -> None:
         """Raises ConfigError: there are no tensors to receive."""
         raise ConfigError("the mock executor receives no tensors")

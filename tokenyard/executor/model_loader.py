@@ -640,7 +640,7 @@ def _open_weights(
     device: torch.device,
     dtype: torch.dtype,
     unpacked: UnpackedMatrices,
-    updates: tuple[SafetensorsFile, ...] | None,
+    updates: tuple[SafetensorsFile, ...] | None = None,
 ) -> tuple[Weights, SafetensorsWeights | None]:
     """The tensors of a model, and the files that they come from if those are safetensors."""
     files: SafetensorsWeights | None = None

@@ -28,7 +28,7 @@ from tokenyard.executor.grammar import GrammarCache, GrammarRows
 from tokenyard.executor.kv_copies import DeviceBlocks
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.lora_manager import LoraManager
-from tokenyard.executor.models.model_backend import ModelBackend
+from tokenyard.executor.models.model_backend import ModelBackend, ReleasedModel
 from tokenyard.executor.pooling import PooledRows
 from tokenyard.executor.sampling.logprobs import (
     LogprobPiece,
@@ -199,6 +199,20 @@ class ModelExecutor:
                 " changed or read yet; restart the engine with the new checkpoint"
             )
         return self.weight_updates
+
+    def release_memory(self, *, weights: bool, kv_cache: bool) -> None:
+        """Give memory back; see Executor."""
+        if weights and self._adapters is not None:
+            raise ConfigError("the weights cannot be released with --enable-lora; release kv_cache alone")
+        if kv_cache and self._device.type != "cpu":
+            raise ConfigError("KV of a CUDA device cannot be released yet; release weights alone")
+        if weights:
+            self._updates.drop()
+            self.model = ReleasedModel()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        if kv_cache:
+            self.kv_pool.give_back()
 
     def join_weight_group(self, group: WeightGroup) -> None:
         """Join a trainer's group; see Executor."""

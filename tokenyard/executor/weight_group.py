@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from tokenyard.base import ConfigError, WeightGroup
 from tokenyard.executor.weights import SafetensorsFile
@@ -70,18 +71,15 @@ class WeightGroups:
         if not 1 <= group.rank < group.size:
             raise ConfigError(f"rank {group.rank} is not in a group of {group.size}; the trainer is rank 0")
         try:
-            store = next(
-                dist.rendezvous(  # type: ignore[no-untyped-call]
-                    f"tcp://{group.address}:{group.port}", group.rank, group.size, timeout=JOIN_TIMEOUT
-                )
-            )[0]
+            place = f"tcp://{group.address}:{group.port}"
+            store = next(rendezvous(place, group.rank, group.size, timeout=JOIN_TIMEOUT))[0]
             store.set_timeout(JOIN_TIMEOUT)
             made, _ = c10d._new_process_group_helper(
                 group.size,
                 group.rank,
                 [],
                 c10d.Backend(group.backend),
-                dist.PrefixStore(group.name, store),
+                c10d.PrefixStore(group.name, store),
                 group_name=c10d.GroupName(group.name),
                 timeout=JOIN_TIMEOUT,
             )

@@ -408,6 +408,16 @@ class DestroyWeightsUpdateGroup:
 
 
 @dataclass(kw_only=True)
+class MemoryOccupation:
+    """`POST /release_memory_occupation` and `/resume_memory_occupation`.
+
+    tags: `kv_cache`, `weights`; both by default.
+    """
+
+    tags: list[str] | None = None
+
+
+@dataclass(kw_only=True)
 class GetWeightsByName:
     """`POST /get_weights_by_name`.
 

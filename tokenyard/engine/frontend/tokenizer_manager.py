@@ -16,6 +16,7 @@ from tokenyard.base import (
     ExecutorInfo,
     Explanation,
     Int32Array,
+    InvalidRequestError,
     Pause,
     PauseMode,
     Resume,
@@ -301,6 +302,9 @@ class TokenizerManager:
 
     async def continue_(self) -> None:
         """Go on after `pause`, with tensors that were staged. Raises what `WeightUpdates.use_staged` raises."""
+        if self.weights.released:
+            what = " and ".join(sorted(self.weights.released))
+            raise InvalidRequestError(f"the memory of {what} is released; call /resume_memory_occupation first")
         await self.weights.use_staged()
         async with self.weights.lock:
             self.ranks.pause(Resume())

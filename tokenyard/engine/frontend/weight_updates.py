@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from collections.abc import Set as Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenyard.base import TokenyardError, WeightSource
 from tokenyard.engine.frontend.data_parallel_controller import DataParallelController
@@ -15,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT_S = 3600.0
 GROUP_TIMEOUT_S = 360.0
+MEMORY_TAGS = ("kv_cache", "weights")
 USE_TIMEOUT_S = 600.0
 """Timeout of a swap, which waits for the steps in flight."""
 
@@ -44,6 +47,9 @@ class WeightUpdates:
         self.lock = asyncio.Lock()
         self.version = ""
         self.files = WeightFiles()
+        self.released: set[str] = set()
+        """Kinds of memory (MEMORY_TAGS) that are given back. Meanwhile no step is planned."""
+
         self._staged: list[Path] = []
         self._received = False
         self._ranks = ranks
@@ -80,6 +86,26 @@ class WeightUpdates:
                 # Each rank has mapped what it needs of them.
                 for path in staged:
                     path.unlink(missing_ok=True)
+
+    async def release(self, tags: Collection[str]) -> None:
+        """Have all ranks give memory back. Raises ConfigError while requests are open, and for what cannot be given
+        back; then nothing is released.
+        """
+        async with self.lock:
+            try:
+                await self._ranks.call("release_memory", None, tags=sorted(tags))
+            except BaseException:
+                with suppress(TokenyardError):
+                    await self._ranks.call("resume_memory", Any, PREPARE_TIMEOUT_S, tags=sorted(tags - self.released))
+                raise
+            self.released |= set(tags)
+            self._ranks.balancer.flushed()
+
+    async def resume(self, tags: Collection[str]) -> None:
+        """Have all ranks take memory again. Raises ConfigError if weights cannot be read; they then stay released."""
+        async with self.lock:
+            await self._ranks.call("resume_memory", Any, PREPARE_TIMEOUT_S, tags=sorted(tags))
+            self.released -= set(tags)
 
     async def join_group(
         self, group: str, address: str, port: int, *, rank_offset: int, size: int, backend: str
@@ -122,6 +148,7 @@ class WeightUpdates:
         self._count += 1
         self.version = version = update.version or str(self._count)
         self._folder = source.folder
+        self.released.discard("weights")
         await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
         # What the balancer expects to be cached is KV of the old weights.
         self._ranks.balancer.flushed()

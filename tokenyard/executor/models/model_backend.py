@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from tokenyard.base import TokenyardError
 from tokenyard.executor.attention.backend import AttentionBackend
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.models.decoder import Decoder
@@ -23,6 +24,22 @@ class ModelBackend(Protocol):
 
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Return float32[last - first, hidden] of the same tokens: the input of the head."""
+
+
+class ReleasedModel:
+    """The place of a model whose weights were released. Each method raises TokenyardError."""
+
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """There is nothing to compute with."""
+        raise TokenyardError("the weights are released; call /resume_memory_occupation")
+
+    def logits(self, first: int, last: int) -> torch.Tensor:
+        """See `step`."""
+        raise TokenyardError("the weights are released")
+
+    def hidden(self, first: int, last: int) -> torch.Tensor:
+        """See `step`."""
+        raise TokenyardError("the weights are released")
 
 
 class TorchModel:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from tokenyard.base import ConfigError, InvalidRequestError, PauseMode, TokenyardError, WeightSource
 from tokenyard.engine.frontend.weight_files import check_tensor_file
-from tokenyard.engine.frontend.weight_updates import WeightUpdate
+from tokenyard.engine.frontend.weight_updates import MEMORY_TAGS, WeightUpdate
 from tokenyard.server.http.errors import outcome_of
 from tokenyard.server.http.generate import FIRST_VERSION
 from tokenyard.server.http.streaming import read_body
@@ -21,6 +21,7 @@ from tokenyard.server.protocol import (
     DestroyWeightsUpdateGroup,
     GetWeightsByName,
     InitWeightsUpdateGroup,
+    MemoryOccupation,
     UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
     UpdateWeightsFromTensor,
@@ -158,6 +159,29 @@ async def update_weights_from_distributed(state: State, body: Body) -> Response:
     if received.status_code != 200 or fields.flush_cache is False:
         return received
     return await answer_update(state, state.control.weights.use_staged(version), None)
+
+
+@router.post("/release_memory_occupation")
+async def release_memory_occupation(state: State, body: Body) -> Response:
+    """Give the memory of weights and KV back until /resume_memory_occupation; new requests wait. 400 while requests are
+    open.
+    """
+    return await _answer_call(state.control.weights.release(_tags(state, body)), "released")
+
+
+@router.post("/resume_memory_occupation")
+async def resume_memory_occupation(state: State, body: Body) -> Response:
+    """Take memory again. Weights are read from where those in use came from."""
+    return await _answer_call(state.control.weights.resume(_tags(state, body)), "resumed")
+
+
+def _tags(state: ServerState, body: bytes) -> set[str]:
+    """The kinds of memory that a request names. Raises InvalidRequestError for an unknown one."""
+    fields = parse(body or b"{}", MemoryOccupation, strict=state.options.strict_api)
+    tags = set(MEMORY_TAGS if fields.tags is None else fields.tags)
+    if not tags or not tags <= set(MEMORY_TAGS):
+        raise InvalidRequestError(f"tags are some of {', '.join(MEMORY_TAGS)}", param="tags")
+    return tags
 
 
 async def _answer_call(work: Awaitable[None], done: str) -> Response:

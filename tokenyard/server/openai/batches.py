@@ -102,7 +102,7 @@ class Batches:
             "server": None,
             "scheme": "http",
         }
-        await self._app(scope, receive, send)  # type: ignore[arg-type]
+        await self._app(scope, receive, send)
         return status, b"".join(parts)
 
 

@@ -51,8 +51,9 @@ class WeightUpdater(Attachment):
         self._restoring = ""
         self._update: WeightsUpdated | None = None
         self._reply = DeferredReply()
+        self._released: set[str] = set()
         self._calls = 0
-        self._replies: dict[int, DeferredReply] = {}
+        self._replies: dict[int, tuple[DeferredReply, Callable[[], None]]] = {}
         self._holding = False
         """Whether the engine is paused until the weights are in use."""
 
@@ -69,6 +70,8 @@ class WeightUpdater(Attachment):
             "receive_weights": self._receive,
             "leave_weight_group": self._leave_group,
             "weights_call_done": self._call_done,
+            "release_memory": self._release,
+            "resume_memory": self._resume_memory,
         }
 
     def submitted(self, request: Request, now: int) -> Request:
@@ -79,7 +82,7 @@ class WeightUpdater(Attachment):
     def poll(self, now: int) -> Sequence[Event]:
         """Put weights in use. Plans in flight end first, while no other starts."""
         if self._update is None:
-            return self._hold(now) if self._restoring else self._end_hold()
+            return self._hold(now) if self._restoring or self._released else self._end_hold()
         if self._core.in_flight:
             return self._hold(now)
         update, self._update, reply = self._update, None, self._reply
@@ -91,9 +94,10 @@ class WeightUpdater(Attachment):
             reply.set_exception(ConfigError(f"the new weights could not be used: {error}"))
             events = []
         else:
+            self._released.discard("weights")
             logger.info("weights of version %s are in use", weight_version(update.version))
             reply.set_result(None)
-        return events + self._end_hold()
+        return events if self._released else events + self._end_hold()
 
     def describe(self, now: int) -> Mapping[str, Any]:
         """The version in use."""
@@ -168,10 +172,34 @@ class WeightUpdater(Attachment):
     def _weight(self, now: int, tensor: str, rows: int) -> DeferredReply:
         return self._in_thread(partial(self._executor.weight, tensor, rows))
 
-    def _in_thread(self, work: Callable[[], Any]) -> DeferredReply:
-        """Have a thread do what may take long; the reply is what it returns."""
+    def _release(self, now: int, tags: list[str]) -> None:
+        """Give memory back. No step is planned until all of it is resumed."""
+        if self._core.has_work:
+            raise ConfigError("requests are open; end them first, for example with /pause_generation and mode abort")
+        wanted = set(tags) - self._released
+        if not self._core.flush(now):
+            raise ConfigError("KV is being stored or read by another engine; try again")
+        self._executor.release_memory(weights="weights" in wanted, kv_cache="kv_cache" in wanted)
+        self._released |= wanted
+
+    def _resume_memory(self, now: int, tags: list[str]) -> DeferredReply | None:
+        """Take memory again; the weights are read once more."""
+        wanted = set(tags) & self._released
+        if "weights" not in wanted:
+            self._released -= wanted
+            return None
+
+        def read() -> None:
+            self._executor.swap_weights()
+            self._released -= wanted
+
+        return self._in_thread(partial(self._executor.prepare_weights, WeightSource()), read)
+
+    def _in_thread(self, work: Callable[[], Any], then: Callable[[], None] = lambda: None) -> DeferredReply:
+        """Have a thread do what may take long, and do `then` in the loop; the reply is what the thread returns."""
         number = self._calls = self._calls + 1
-        reply = self._replies[number] = DeferredReply()
+        reply = DeferredReply()
+        self._replies[number] = reply, then
 
         def run() -> None:
             value, refusal = None, ""
@@ -190,10 +218,11 @@ class WeightUpdater(Attachment):
 
     def _call_done(self, now: int, number: int, value: Any, refusal: str) -> None:
         """A thread has ended."""
-        reply = self._replies.pop(number)
+        reply, then = self._replies.pop(number)
         if refusal:
             reply.set_exception(ConfigError(refusal))
         else:
+            then()
             reply.set_result(value)
 
     def _work(self, source: WeightSource) -> None:
