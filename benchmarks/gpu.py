@@ -373,7 +373,7 @@ def write_profile(name: str, folder: Path, scale: Scale) -> Iterator[dict]:
     measured = list(measure_all(CalibrationRunner(executor), wanted, time.monotonic, scale.calibration_s))
     terms, errors = fit_and_judge(measured)
     source = f"measured by benchmarks.gpu: {len(measured)} of {len(wanted)} steps"
-    made = make_profile(executor.info, Settings(served_model_name=name), terms, "", source)
+    made = make_profile(executor.info, Settings(served_model_name=(name,)), terms, "", source)
     profile = replace(made, error=round(float(errors.mean()), 6))
     path = scale.profiles / f"{profile.device}-{profile.model}.json"
     save_profile(profile, path)

@@ -32,7 +32,8 @@ def server_options(settings: Settings) -> ServerOptions:
     if settings.tool_call_parser:
         named(settings.tool_call_parser)
     return ServerOptions(
-        model_name=settings.served_model_name,
+        model_name=settings.model_name,
+        model_aliases=settings.served_model_name[1:],
         max_body_bytes=int(settings.max_body_mb * 1_000_000),
         loopback_only=not settings.uds and is_loopback(settings.host),
         info=settings.public(),

@@ -104,7 +104,7 @@ def make_nodes_config(settings: Settings) -> NodesConfig:
 def adapter_folders(settings: Settings) -> dict[str, str]:
     """The folders of --lora-paths by name. Raises ConfigError for names that clash."""
     adapters = parse_adapters(settings.lora_paths)
-    for name in ("default", settings.served_model_name):
+    for name in ("default", *settings.served_model_name):
         if name in adapters:
             raise ConfigError(f"--lora-paths: {name!r} is the name of the model itself; choose another one")
     return {name: str(Path(folder).expanduser()) for name, folder in adapters.items()}
@@ -126,7 +126,7 @@ def events_topic(settings: Settings) -> str:
     topic = settings.kv_events_topic
     if "{ip}" in topic:
         topic = topic.replace("{ip}", os.environ.get("POD_IP") or own_address(settings.host))
-    return topic.replace("{port}", str(settings.port)).replace("{model}", settings.served_model_name)
+    return topic.replace("{port}", str(settings.port)).replace("{model}", settings.model_name)
 
 
 def own_address(host: str) -> str:

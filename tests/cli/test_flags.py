@@ -263,8 +263,8 @@ def test_without_a_model_the_demo_model_is_served():
     chosen = Settings().effective()
     assert chosen.model_path == str(DEMO_MODEL)
     assert chosen.tokenizer_path == str(DEMO_MODEL)
-    assert chosen.served_model_name == "tokenyard-demo"
-    assert Settings(model_path="/a/b-7b").effective().served_model_name == "b-7b"
+    assert chosen.model_name == "tokenyard-demo"
+    assert Settings(model_path="/a/b-7b").effective().model_name == "b-7b"
 
 
 def test_overlap_is_two_steps_in_flight():

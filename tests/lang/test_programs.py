@@ -209,3 +209,19 @@ def test_a_value_is_waited_for_only_where_it_is_read(backend):
 def test_deprecated_names_are_the_same_classes():
     assert lang.Forks is lang.ProgramStateGroup
     assert lang.Answer is lang.HttpAnswer
+
+
+def test_a_pydantic_model_is_a_schema(backend):
+    class City:
+        @staticmethod
+        def model_json_schema():
+            return {"type": "object"}
+
+    @lang.function
+    def ask(s):
+        s += lang.gen("city", json_schema=City)
+
+    ask.run()
+    assert backend.asked[0][1]["json_schema"] == City.model_json_schema()
+    with pytest.raises(ValueError, match="pydantic"):
+        lang.gen("city", json_schema=int)

@@ -692,6 +692,25 @@ class TestSeveralModels:
 
         run(main())
 
+    def test_an_alias_is_neither_a_model_nor_an_adapter_of_its_own(self):
+        async def main():
+            async with (
+                FakeWorker(models=("m",)) as a,
+                FakeWorker(models=("n",)) as b,
+                routing(a, b) as (router, client),
+            ):
+                workers = router.workers
+                root = {"root": "m", "object": "model"}
+                cards = [{"id": "m", **root}, {"id": "alias", **root}, {"id": "sql", "parent": "m"}]
+                workers.set_cards(workers.find("w0"), cards)
+                assert workers.base_models == ["m", "n"]
+                assert (workers.base_of("alias"), workers.base_of("sql")) == ("m", "m")
+                assert workers.adapters == {"sql", "m:sql"}
+                assert (await client.complete(model="alias")).status == 200
+                assert [len(a.asked), len(b.asked)] == [1, 0]
+
+        run(main())
+
     def test_a_model_whose_engine_is_down_is_refused_soon_with_the_reason_while_others_answer(self):
         async def main():
             async with (

@@ -1,6 +1,7 @@
 """Probes, models, tokenizing, metrics, authentication and the other routes without generation."""
 
 import gzip
+from datetime import datetime
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,6 +54,29 @@ def test_models(server):
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 64)
     assert server.client.get("/v1/models/fake").json() == card
     assert server.client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_models_have_what_anthropics_clients_read(server):
+    listed = server.client.get("/v1/models").json()
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "fake", "tuned")
+    card = server.client.get("/v1/models/fake").json()
+    assert (card["id"], card["type"], card["display_name"]) == ("fake", "model", "fake")
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+
+
+def test_a_model_has_several_names(start):
+    server = start(model_aliases=("gpt-5", "llama3:8b"))
+    listed = server.client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in listed if card["root"] == "fake"] == ["fake", "gpt-5", "llama3:8b"]
+    assert server.client.get("/v1/models/llama3:8b").json()["id"] == "llama3:8b"
+    for name in ("fake", "gpt-5", "llama3:8b", "default"):
+        answer = server.client.post("/v1/completions", json={"model": name, "prompt": "x"})
+        assert (answer.status_code, answer.json()["model"]) == (200, "fake")
+    tuned = server.client.post("/v1/completions", json={"model": "llama3:8b:tuned", "prompt": "x"})
+    assert tuned.status_code == 200
+    for name in ("gpt-6", "gpt-5:none", "llama3"):
+        refused = server.client.post("/v1/completions", json={"model": name, "prompt": "x"}).json()["error"]
+        assert "'fake', 'gpt-5', 'llama3:8b'" in refused["message"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])

@@ -56,6 +56,37 @@ def test_each_format_accepts_what_fits_and_nothing_else(vocabulary, fields, good
     assert not takes(vocabulary, grammar, bad)
 
 
+SLASHED = {"type": "object", "properties": {"a // b": {"type": "string"}}}
+SLASHED_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SLASHED}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "one"),
+    [
+        ({"response_format": SLASHED_FORMAT, "guided_json": SLASHED}, True),
+        (
+            {
+                "response_format": SLASHED_FORMAT,
+                "structured_outputs": {"json": json.dumps(SLASHED)},
+                "json_schema": SLASHED,
+            },
+            True,
+        ),
+        ({"guided_regex": "a+", "regex": "a+"}, True),
+        ({"guided_regex": "a+", "regex": "a // b"}, False),
+        ({"response_format": SLASHED_FORMAT, "guided_json": {**SLASHED, "required": ["a // b"]}}, False),
+        ({"response_format": SLASHED_FORMAT, "guided_regex": "a+"}, False),
+    ],
+)
+def test_one_constraint_may_stand_in_old_and_new_fields(fields, one):
+    body = ChatRequest(messages=[], **fields)
+    if one:
+        assert grammar_of(body) is not None
+    else:
+        with pytest.raises(InvalidRequestError, match="exclude each other"):
+            grammar_of(body)
+
+
 def test_strict_false_ignores_what_cannot_be_enforced(vocabulary):
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMA | {"not": {}}, "strict": False}}
     assert takes(vocabulary, grammar_of(body(response_format=form)).text(), '{"a": 1}')

@@ -90,7 +90,7 @@ def make_profile(info: ExecutorInfo, settings: Settings, terms: LinearTerms, dev
     on_cuda = info.device.startswith("cuda")
     return Profile(
         device=_word(device_name) or _device_name(info.device),
-        model=_word(settings.served_model_name),
+        model=_word(settings.model_name),
         terms=terms,
         kv_pool_tokens=info.num_pages * info.page_size,
         kv_bytes_per_token=max(info.kv_bytes_per_token, 1),

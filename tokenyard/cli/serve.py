@@ -175,7 +175,7 @@ def _print_box(settings: Settings, info: ExecutorInfo) -> None:
     url = address_of(settings)
     rows = (
         ("URL", f"{url}/v1"),
-        ("Model", f"{settings.served_model_name} ({info.model})"),
+        ("Model", f"{', '.join(settings.served_model_name)} ({info.model})"),
         ("Device", f"{info.device}, {info.dtype}"),
         *((("Kernels", info.kernels),) if info.kernels else ()),
         *(

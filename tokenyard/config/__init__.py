@@ -33,14 +33,14 @@ class Settings(DeclaredSettings):
     def effective(self) -> "Settings":
         """A copy with dependent defaults filled in. Raises ConfigError for values that contradict each other."""
         model = self.model_path or str(DEMO_MODEL)
-        name = self.served_model_name or ("tokenyard-demo" if not self.model_path else Path(model).name)
+        name = "tokenyard-demo" if not self.model_path else Path(model).name
         lora = self.enable_lora or bool(self.lora_paths)
         chosen = replace(
             self,
             enable_lora=lora,
             model_path=model,
             tokenizer_path=self.tokenizer_path or model,
-            served_model_name=name,
+            served_model_name=self.served_model_name or (name,),
         )
         chosen.validate()
         return chosen
@@ -61,6 +61,11 @@ class Settings(DeclaredSettings):
             values["default_priority_value"] = 0
         in_flight = 1 if self.disable_overlap_schedule else 2
         return SchedulerSettings(**values, context_length=context_length, max_in_flight=in_flight)
+
+    @property
+    def model_name(self) -> str:
+        """The name under which answers have the model; of effective settings only."""
+        return self.served_model_name[0]
 
     def public(self) -> dict[str, Any]:
         """All values as plain data, without keys."""

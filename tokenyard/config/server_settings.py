@@ -46,7 +46,11 @@ class DeclaredSettings(SharedSettings):
     tokenizer_path: str = setting(
         "", "model", "folder of the tokenizer; the model's own if absent", aliases=("--tokenizer",)
     )
-    served_model_name: str = setting("", "model", "name of the model in the API; the last part of its path if absent")
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "model",
+        "names of the model in the API, of which answers have the first; the last part of its path if absent",
+    )
     chat_template: str = setting("", "model", "Jinja file with a chat template to use instead of the model's own")
     tool_call_parser: str = setting(
         "",

@@ -103,12 +103,13 @@ def gen(
     choices_method: ChoicesMethod = token_length_normalized,
     regex: str | None = None,
     ebnf: str | None = None,
-    json_schema: str | dict[str, Any] | None = None,
+    json_schema: str | dict[str, Any] | type | None = None,
 ) -> Expression:
     """A generation, stored under `name`. Parameters that are None take the program's or the server's default.
 
     dtype: int, float, bool or str. The output is constrained to this form; the value is still a text.
     choices: the same as `select`.
+    json_schema: a JSON schema, or a pydantic model, whose schema is taken.
     n: number of answers. The value is then a list, and the program continues after the first.
 
     Raises ValueError for parameters that exclude each other.
@@ -117,6 +118,8 @@ def gen(
         return select(name, choices, temperature or 0.0, choices_method)
     if sum(value is not None for value in (dtype, regex, ebnf, json_schema)) > 1:
         raise ValueError("dtype, regex, ebnf and json_schema exclude each other")
+    if isinstance(json_schema, type):
+        json_schema = _schema_of(json_schema)
     if dtype is not None:
         if dtype not in REGEX_OF_TYPE:
             raise ValueError(f"dtype must be int, float, bool or str, not {dtype!r}")
@@ -141,6 +144,13 @@ def gen(
     }
     sampling = {name: value for name, value in wishes.items() if value is not None}
     return Gen(name, sampling, return_logprob)
+
+
+def _schema_of(model: type) -> dict[str, Any]:
+    if not hasattr(model, "model_json_schema"):
+        raise ValueError(f"json_schema must be a schema or a pydantic model, not {model!r}")
+    schema: dict[str, Any] = model.model_json_schema()
+    return schema
 
 
 def gen_int(name: str | None = None, **wishes: Any) -> Expression:

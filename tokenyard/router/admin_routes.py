@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
 from tokenyard.base.cross_site import is_loopback, why_cross_site, why_foreign_host
+from tokenyard.base.model_cards import list_of_models
 from tokenyard.base.version import __version__
 from tokenyard.router.api_keys import KeyFile
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
@@ -173,7 +174,7 @@ class Control:
             raise _wrong_method(request)
         cards = self._models()
         if path in ("/v1/models", "/models"):
-            return 200, {"object": "list", "data": list(cards.values())}
+            return 200, list_of_models([*cards.values()])
         name = path.removeprefix("/v1/models/")
         if name not in cards:
             raise RouterError(404, f"the model {name!r} is not served", code="model_not_found", param="model")

@@ -94,8 +94,13 @@ class HttpWorkers(Workers[HttpWorker]):
         worker.pool.close()
 
     def set_cards(self, worker: HttpWorker, cards: list[dict[str, Any]]) -> None:
-        """Set what the worker serves, from its /v1/models: models, and adapters by their name and by "base:name"."""
-        bases = frozenset(str(card["id"]) for card in cards if not card.get("parent"))
+        """Set what the worker serves, from its /v1/models: models, and adapters by their name and by "base:name".
+
+        A model whose `root` is another one's name is an alias of it.
+        """
+        named = {str(card["id"]): card.get("root") for card in cards if not card.get("parent")}
+        aliases = frozenset(name for name, root in named.items() if root != name and root in named)
+        bases = frozenset(named) - aliases
         names = (f"{card.get('parent')}:{card['id']}" for card in cards if card.get("parent"))
         worker.cards = cards
         lengths = [card.get("max_model_len") for card in cards]
@@ -104,7 +109,7 @@ class HttpWorkers(Workers[HttpWorker]):
         if worker.continues not in (BY_OUTPUT_IDS, ANY_API):
             worker.continues = BY_PROMPT_IDS if worker.by_params else ""
         worker.note_abilities()
-        self.set_models(worker, frozenset(str(card["id"]) for card in cards) | frozenset(names), bases)
+        self.set_models(worker, frozenset(str(card["id"]) for card in cards) | frozenset(names), bases, aliases)
 
     def set_info(self, worker: HttpWorker, info: dict[str, Any]) -> None:
         """Apply a worker's /server_info. Bootstrap ports have SGLang's names."""

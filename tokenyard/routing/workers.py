@@ -83,7 +83,9 @@ class Worker:
     models: frozenset[str] = frozenset()
     """Names it serves; empty while unknown."""
     bases: frozenset[str] = frozenset()
-    """Those of `models` that are not adapters."""
+    """Those of `models` that are neither adapters nor aliases."""
+    aliases: frozenset[str] = frozenset()
+    """Those of `models` that are other names of its base model."""
     boot_id: str = ""
     """Changes when the engine restarts; "" if it reports none."""
     restarts: int = 0
@@ -202,8 +204,10 @@ class Workers(Generic[W]):
             worker.targets.append(Target(worker, rank, worker.name + suffix, state, CircuitBreaker(self.settings)))
         self.changed()
 
-    def set_models(self, worker: W, models: frozenset[str], bases: frozenset[str]) -> None:
-        """Set the names that a worker serves, and which of them are no adapters.
+    def set_models(
+        self, worker: W, models: frozenset[str], bases: frozenset[str], aliases: frozenset[str] = frozenset()
+    ) -> None:
+        """Set the names that a worker serves, which of them are base models, and which other names of its base model.
 
         If the base models change, its cache counts as lost.
         """
@@ -211,7 +215,7 @@ class Workers(Generic[W]):
             return
         if worker.bases and bases != worker.bases:
             self.restarted(worker)
-        worker.models, worker.bases = models, bases
+        worker.models, worker.bases, worker.aliases = models, bases, aliases
         for target in worker.targets:
             target.state.speed = self._speed_of(worker)
         self.changed()
@@ -291,7 +295,7 @@ class Workers(Generic[W]):
         self._routable = [target for worker in routable if worker.role != PREFILL for target in worker.targets]
         self._prefilling = [target for worker in routable if worker.role == PREFILL for target in worker.targets]
         self.has_disagg_workers = any(worker.role == DECODE for worker in workers)
-        self.adapters = frozenset[str]().union(*(worker.models - worker.bases for worker in workers))
+        self.adapters = frozenset[str]().union(*(w.models - w.bases - w.aliases for w in workers))
         self._bases = {name: base for w in workers if len(w.bases) == 1 for base in w.bases for name in w.models}
         self._bases |= {base: base for worker in workers for base in worker.bases}
         bases = self.base_models

@@ -30,7 +30,8 @@ class ServerOptions:
     """Options of the HTTP server, which the command line fills from its settings; the fields without a line are
     settings of the same name (`config/server_settings.py`).
 
-    model_name: the name under which the model is served.
+    model_name: the name under which the model is served, and which answers have.
+    model_aliases: other names for it in requests.
     tenant_keys: API key -> tenant.
     loopback_only: whether the server listens on loopback only.
     max_prompts: most prompts of one request.
@@ -42,6 +43,7 @@ class ServerOptions:
     """
 
     model_name: str = "model"
+    model_aliases: tuple[str, ...] = ()
     api_key: str = ""
     admin_api_key: str = ""
     tenant_keys: Mapping[str, str] = field(default_factory=dict)
@@ -65,6 +67,11 @@ class ServerOptions:
     class_targets: Mapping[str, Slo] = field(default_factory=dict)
     policies: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """What a request may call the model without an adapter."""
+        return (self.model_name, *self.model_aliases, "default")
 
 
 class RequestObserver(Protocol):
@@ -202,13 +209,14 @@ class ServerState:
 
     def check_model(self, name: str | None, lora_path: object = None) -> str:
         """The name of the adapter that a request means by its `model` (an adapter, or base:adapter) or `lora_path`, ""
-        for none; no model and "default" mean the base model.
+        for none; no model, the model's aliases and "default" mean the base model.
 
         Raises HttpError (404) if `model` is not what is served, InvalidRequestError for two different adapters.
         """
-        base, adapter = self.options.model_name, ""
-        if name and name not in (base, "default"):
-            adapter = name.removeprefix(f"{base}:").removeprefix("default:")
+        adapter = ""
+        if name and name not in self.options.base_names:
+            bases = (base for base in self.options.base_names if name.startswith(f"{base}:"))
+            adapter = name.removeprefix(f"{next(bases, '')}:")
             self._check_adapter(adapter, name, "model")
         if not lora_path:
             return adapter
@@ -224,7 +232,8 @@ class ServerState:
         """Raise HttpError (404), which shows what was `given`, if no adapter of this name is loaded."""
         loaded = self.generator.adapters.loaded
         if adapter not in loaded:
-            served = ", ".join(map(repr, (self.options.model_name, *sorted(loaded)[:MAX_NAMED])))
+            names = self.options.model_name, *self.options.model_aliases, *sorted(loaded)[:MAX_NAMED]
+            served = ", ".join(map(repr, names))
             message = f"the model {given[:256]!r} does not exist; this server has {served}"
             raise HttpError("model_not_found", message, param=param)
 

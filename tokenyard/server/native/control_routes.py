@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
 
 import orjson
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams, SessionEnded
 from tokenyard.base.fleet_headers import TENANT_HEADER
+from tokenyard.base.model_cards import list_of_models
 from tokenyard.base.sessions import short_session
 from tokenyard.base.version import __version__
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
@@ -155,16 +157,19 @@ class _Discard(Reader):
 
 @router.get("/v1/models")
 async def models(state: State) -> dict[str, Any]:
-    """The model that is served, and its adapters."""
+    """The model that is served, once under each of its names, and its adapters."""
+    names = (state.options.model_name, *state.options.model_aliases)
     adapters = [_adapter(state, each) for each in _adapters(state)]
-    return {"object": "list", "data": [_model(state), *adapters]}
+    return list_of_models([*(_model(state, name) for name in names), *adapters])
 
 
 @router.get("/v1/models/{name:path}")
 async def model(state: State, name: str) -> dict[str, Any]:
     """What is known of a model; 404 for another one."""
     adapter = state.check_model(name)
-    return _adapter(state, state.generator.adapters.loaded[adapter]) if adapter else _model(state)
+    if adapter:
+        return _adapter(state, state.generator.adapters.loaded[adapter])
+    return _model(state, name if name in state.options.model_aliases else "")
 
 
 def _adapters(state: ServerState) -> list[LoraAdapterView]:
@@ -174,19 +179,23 @@ def _adapters(state: ServerState) -> list[LoraAdapterView]:
 
 def _adapter(state: ServerState, adapter: LoraAdapterView) -> dict[str, Any]:
     """The card of an adapter."""
-    return {**_model(state), "id": adapter.name, "root": adapter.folder, "parent": state.options.model_name}
+    return {**_model(state, adapter.name), "root": adapter.folder, "parent": state.options.model_name}
 
 
-def _model(state: ServerState) -> dict[str, Any]:
-    """The model card."""
-    name = state.options.model_name
+def _model(state: ServerState, name: str = "") -> dict[str, Any]:
+    """The card of the model under one of its names, with the fields of OpenAI, vLLM (`root`, `max_model_len`) and
+    Anthropic.
+    """
     length = state.generator.context_length if state.phase != "loading" else None
     return {
-        "id": name,
+        "id": name or state.options.model_name,
         "object": "model",
+        "type": "model",
+        "display_name": name or state.options.model_name,
         "created": state.created_s,
+        "created_at": datetime.fromtimestamp(state.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "owned_by": "tokenyard",
-        "root": name,
+        "root": state.options.model_name,
         "max_model_len": length,
     }
 

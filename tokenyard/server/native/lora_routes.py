@@ -20,7 +20,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 async def load_lora_adapter(state: State, body: Body) -> dict[str, Any]:
     """Load an adapter from a folder inside --lora-dirs; 400 without a change for one that cannot be served."""
     fields = parse(body, LoadAdapterRequest, strict=state.options.strict_api)
-    if fields.lora_name in (state.options.model_name, "default"):
+    if fields.lora_name in state.options.base_names:
         message = f"{fields.lora_name!r} is the name of the base model; choose another name"
         raise InvalidRequestError(message, param="lora_name")
     folder = _allowed(fields.lora_path, state.options.lora_dirs)

@@ -68,7 +68,7 @@ def chat_reason(reason: str, message: ParsedMessage, *, named: bool) -> str:
 
 def reasoning_usage(answers: Sequence[CompletionOutput]) -> dict[str, Any]:
     """The reasoning tokens in usage.completion_tokens_details."""
-    return {"reasoning_tokens": sum(answer.reader.reasoning_tokens for answer in answers if answer.reader is not None)}
+    return {"reasoning_tokens": sum(map(reasoning_tokens, answers))}
 
 
 def prediction_usage(answers: Sequence[CompletionOutput]) -> dict[str, Any]:
@@ -79,8 +79,11 @@ def prediction_usage(answers: Sequence[CompletionOutput]) -> dict[str, Any]:
 
 
 def reasoning_tokens(answer: CompletionOutput) -> int:
-    """The number of reasoning tokens of an answer."""
-    return answer.reader.reasoning_tokens if answer.reader is not None else 0
+    """The number of reasoning tokens of an answer.
+
+    They are counted in the text, which may be cut in other tokens than the model's: never more than the answer has.
+    """
+    return 0 if answer.reader is None else min(answer.reader.reasoning_tokens, answer.completion_tokens)
 
 
 def has_tool_calls(answer: CompletionOutput) -> bool:

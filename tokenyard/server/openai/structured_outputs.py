@@ -31,6 +31,9 @@ SPACE_IN_JSON = r"[ \n]{0,8}"
 SPACE_IN_CALLS = "[ ]?"
 """Chat templates write calls on one line, with a space behind commas and colons or without."""
 
+_PLACE = re.compile(r" // [\w. ]+$", re.MULTILINE)
+"""Where in the request a schema stands, at the end of its rule."""
+
 SPACE_BEFORE = r"/[ \n]{0,4}/"
 HARMONY_ANSWER = re.compile(r"<\|start\|>assistant$")
 """The end of a prompt after which an answer in harmony begins with a channel."""
@@ -118,7 +121,9 @@ def check_free_end(body: SamplingFields) -> None:
 
 
 def grammar_of(body: SamplingFields, special: Mapping[str, int] | None = None) -> Grammar | None:
-    """The grammar that a body requests, None for none. Raises InvalidRequestError for two, or for an invalid one.
+    """The grammar that a body requests, None for none. Raises InvalidRequestError for wrong or different ones.
+
+    Some clients send the same constraint in an old and a new field, for whichever the server knows.
 
     special: ids of the tokens that text does not match, by their text.
     """
@@ -126,7 +131,7 @@ def grammar_of(body: SamplingFields, special: Mapping[str, int] | None = None) -
     for name, value in _constraints(body):
         if value is not None:
             found.append((name, _grammar(name, value, special or {})))
-    if len(found) > 1:
+    if len({_PLACE.sub("", grammar.text()) for _, grammar in found}) > 1:
         names = " and ".join(name for name, _ in found)
         raise InvalidRequestError(f"{names} exclude each other", param=found[1][0])
     return found[0][1] if found else None
