@@ -21,7 +21,7 @@ SIZES = {
     "num_attention_heads": 32,
     "max_position_embeddings": 8192,
 }
-EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral-window",
@@ -36,6 +36,8 @@ FAMILIES = {
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "GptOssForCausalLM": "gpt-oss",
+    "DeepseekV2ForCausalLM": "deepseek-v2",
+    "DeepseekV3ForCausalLM": "deepseek-v3",
     "Lfm2ForCausalLM": "lfm2",
     "GraniteMoeHybridForCausalLM": "granite-hybrid",
 }
@@ -73,6 +75,8 @@ REFUSED_BY_TRANSFORMERS |= {
 }
 NO_SUCH_MODELS = {
     ("Lfm2ForCausalLM", "windows-everywhere"),
+    # Heads of 64 are rotated, and the lists of factors are for heads of 2.
+    *((f"Deepseek{name}ForCausalLM", given) for name in ("V2", "V3") for given in ("longrope", "longrope-outside")),
     # Without kinds of layers none of its layers attends.
     *(("GraniteMoeHybridForCausalLM", given) for given in GIVEN if given != "windows-nowhere"),
     # Its heads of 2 are rotated by a quarter, and no layer has a window.

@@ -170,7 +170,7 @@ def test_a_gemma_3_config_that_leaves_out_what_all_have(tmp_path):
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope needs 6 factors"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor 0.3"),
-        ("phi3", {"architectures": ["DeepseekV3ForCausalLM"]}, r"one latent vector a token \(MLA\)"),
+        ("phi3", {"architectures": ["KimiK25ForConditionalGeneration"]}, r"one latent vector a token \(MLA\)"),
         ("phi3", {"architectures": ["Gemma3nForConditionalGeneration"]}, "of unequal shapes"),
     ],
 )

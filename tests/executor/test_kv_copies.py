@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 def pool(device: str, dtype: torch.dtype) -> KvPool:
-    config = SimpleNamespace(kv_layers=(0, 1, 2), two_kv_shapes=False, kv_shape=lambda layer: (2, 4))
+    config = SimpleNamespace(kv_layers=(0, 1, 2), kv_planes=2, two_kv_shapes=False, kv_shape=lambda layer: (2, 4))
     made = KvPool(config, PAGES, PAGE, torch.device(device), dtype)
     made.tensor.copy_(torch.arange(made.tensor.numel()).view(made.tensor.shape) % 251)
     return made

@@ -6,6 +6,8 @@ import os
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -179,7 +181,25 @@ GEMMA4 = {
     **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB, "initializer_range": 0.1},
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
+DEEPSEEK = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12},
+    **{"v_head_dim": 16, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+}
 TORCH_CASES = {
+    "deepseek-v2": (
+        DeepseekV2Config,
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "attention_bias": True, "n_shared_experts": 2},
+    ),
+    "deepseek-v2-lite": (DeepseekV2Config, {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek-v3": (
+        DeepseekV3Config,
+        {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek-v3-halves": (
+        DeepseekV3Config,
+        {**DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
     "gemma4": (Gemma4TextConfig, {**GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}),
     "gemma4-moe": (
         Gemma4TextConfig,
@@ -293,7 +313,10 @@ def judge(case):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("bias", "sinks", "expert_scale", "router.scale", "layer_scalar")) or "norm" in name:
+            if (
+                name.endswith(("bias", "sinks", "expert_scale", "router.scale", "layer_scalar", "correction_bias"))
+                or "norm" in name
+            ):
                 weight.add_(torch.randn_like(weight) * 0.1)
     return model
 

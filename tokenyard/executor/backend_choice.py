@@ -140,7 +140,7 @@ def _choose(
 
 def _triton(model_impl: str, attention_backend: str, config: ModelConfig, device: torch.device) -> BackendChoice:
     """Torch's layers with Triton kernels where possible, else torch alone. Raises ConfigError if Triton is named."""
-    reason = triton_why_not(device, max(config.head_dim, config.global_head_dim))
+    reason = triton_why_not(device, max(config.kv_shape(layer)[1] for layer in config.kv_layers))
     if model_impl == "native":
         reason = "model_impl native attends by itself; attention_backend triton needs model_impl torch"
     if not reason:

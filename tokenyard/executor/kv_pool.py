@@ -25,7 +25,7 @@ MIN_WINDOW_TOKENS, MIN_WINDOW_PAGES = 128, 8
 
 
 class KvPool:
-    """Keys and values of all tokens in the cache: [layer, 2, slot, kv head, head_dim].
+    """Keys and values of all tokens in the cache: [layer, 2, slot, kv head, head_dim]; of latents, which are both, 1.
 
     slot = page * page_size + offset. Page 0 is padding: padded positions read and write it, requests never own it.
     windows: the separate pool of the layers with a sliding window, if they have pages of their own, or another
@@ -59,7 +59,7 @@ class KvPool:
         layers = config.kv_layers if layers is None else layers
         slots = (num_pages + 1) * page_size
         kv_shape = config.kv_shape(layers[0]) if layers else (config.num_kv_heads, config.head_dim)
-        shape = (len(layers), 2, slots, *kv_shape)
+        shape = (len(layers), config.kv_planes, slots, *kv_shape)
         if memory is None:
             self.tensor = torch.empty(shape, device=device, dtype=dtype)
         else:
@@ -68,7 +68,7 @@ class KvPool:
             advise_huge_pages(self.tensor)
         # Zeros, because a masked slot counts as 0 * value, which must never be 0 * NaN.
         self.tensor.zero_()
-        self._layers = [(layer[0], layer[1]) for layer in self.tensor]
+        self._layers = [(layer[0], layer[-1]) for layer in self.tensor]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of one layer, each [slot, kv head, head_dim]."""
@@ -85,6 +85,11 @@ class KvPool:
 
         Raises ConfigError where layers with a window have a separate pool, which does not hold all tokens.
         """
+        if self.tensor.shape[1] == 1:
+            raise ConfigError(
+                "the latents of MLA cannot be moved; start without --disaggregation-mode and "
+                "--enable-hierarchical-cache"
+            )
         if self._two_shapes:
             raise ConfigError(
                 "KV of layers of two shapes (Gemma 4) cannot be moved; start without --disaggregation-mode and "

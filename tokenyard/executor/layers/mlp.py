@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Product
+from tokenyard.executor.models.config import MoeConfig
 
 Gating = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The activation between the gate and up projections and the down projection; it may change its inputs in place."""
@@ -68,12 +69,45 @@ class SharedExpert:
         return self._routed(x) + (shared if self._gate is None else self._gate(x).sigmoid() * shared)
 
 
+Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""[rows, experts] -> weights and numbers of the chosen experts, each [rows, active]."""
+
+
+class GroupedTopK:
+    """DeepSeek's choice of experts: those with the best scores in the best groups of experts.
+
+    Scores are a softmax, and a group counts as much as its best expert; or they are sigmoids, to which `correction`,
+    float32[experts], is added for the choice, and a group counts as much as its best two (arXiv 2412.19437).
+    """
+
+    def __init__(self, config: MoeConfig, correction: torch.Tensor | None) -> None:
+        self._config, self._correction = config, correction
+
+    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Choose."""
+        config, logits = self._config, logits.float()
+        scores = logits.softmax(dim=-1) if self._correction is None else logits.sigmoid()
+        ranks = scores if self._correction is None else scores + self._correction
+        if config.groups > 1:
+            grouped = ranks.view(len(ranks), config.groups, -1)
+            best = grouped.topk(1 if self._correction is None else 2, dim=-1).values.sum(dim=-1)
+            out = torch.ones_like(best, dtype=torch.bool)
+            out.scatter_(1, best.topk(config.top_groups, dim=-1).indices, False)
+            ranks = grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(1)
+        chosen = ranks.topk(config.active, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if config.normed:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * config.scale, chosen
+
+
 class SparseMoe:
     """A mixture of experts: each token goes to the `active` experts that the router scores best.
 
     The scores are a softmax over all experts; with `normed` those of the chosen ones are scaled to sum to one. Only
     experts that a token of the batch chose are computed, each over its tokens in one product.
 
+    choose: chooses experts otherwise, by the router's numbers.
     before: what the experts are given of the input; the router has the input itself.
     """
 
@@ -84,15 +118,19 @@ class SparseMoe:
         active: int,
         normed: bool,
         before: Product | None = None,
+        choose: Choose | None = None,
     ) -> None:
         self._router, self._experts, self._active, self._normed = router, experts, active, normed
-        self._before = before
+        self._before, self._choose = before, choose
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
-        scores, chosen = self._router(x).float().softmax(dim=-1).topk(self._active, dim=-1)
-        if self._normed:
-            scores = scores / scores.sum(dim=-1, keepdim=True)
+        if self._choose is not None:
+            scores, chosen = self._choose(self._router(x))
+        else:
+            scores, chosen = self._router(x).float().softmax(dim=-1).topk(self._active, dim=-1)
+            if self._normed:
+                scores = scores / scores.sum(dim=-1, keepdim=True)
         scores = scores.to(x.dtype)
         if self._before is not None:
             x = self._before(x)

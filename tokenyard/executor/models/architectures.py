@@ -8,6 +8,7 @@ from typing import Any
 from tokenyard.base import ConfigError
 from tokenyard.executor.models.config import (
     DeltaNetConfig,
+    LatentConfig,
     Mamba2Config,
     ModelConfig,
     MoeConfig,
@@ -324,6 +325,72 @@ def _gemma4_experts(raw: RawConfig) -> MoeConfig:
     )
 
 
+def _deepseek(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """DeepSeek V2 and V3: latent attention, and experts next to shared ones in all but the first layers."""
+    third = config.architecture == "DeepseekV3ForCausalLM"
+    methods = ("noaux_tc",) if third else ("greedy", "group_limited_greedy")
+    known = {
+        "topk_method": methods,
+        "scoring_func": ("sigmoid" if third else "softmax",),
+        "moe_layer_freq": (1,),
+    }
+    for field, values in known.items():
+        if raw.get(field, values[0]) not in (*values, None):
+            raise ConfigError(
+                f"config.json: {field} {raw[field]!r} is not supported, only {' and '.join(map(str, values))}"
+            )
+    latent = LatentConfig(
+        kv_rank=positive(raw, "kv_lora_rank"),
+        q_rank=positive(raw, "q_lora_rank") if raw.get("q_lora_rank") is not None else 0,
+        plain_dim=positive(raw, "qk_nope_head_dim"),
+        value_dim=positive(raw, "v_head_dim"),
+        interleaved=not third or bool(raw.get("rope_interleave", True)),
+    )
+    rope, bias = config.rope, bool(raw.get("attention_bias", False))
+    scale = (latent.plain_dim + config.head_dim) ** -0.5
+    if rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1.0:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=not third and bool(raw.get("mlp_bias", False)),
+        attention_scale=scale,
+        latent=latent,
+        experts=_deepseek_experts(raw, third),
+    )
+
+
+def _deepseek_experts(raw: RawConfig, third: bool) -> MoeConfig | None:
+    names = ("n_routed_experts", "num_local_experts" if third else "num_experts")
+    count, active = (
+        positive(raw, next((name for name in names if name in raw), names[0])),
+        positive(raw, "num_experts_per_tok"),
+    )
+    grouped = third or raw.get("topk_method") == "group_limited_greedy"
+    groups, top = (int(raw.get(key) or 1) if grouped else 1 for key in ("n_group", "topk_group"))
+    size, least = count // groups, 2 if third else 1
+    if count % groups or not 1 <= top <= groups or active > top * size or (groups > 1 and size < least):
+        raise ConfigError(f"config.json: {active} of {count} experts, in {top} of {groups} groups, make no sense")
+    layers = frozenset(_layers(raw)) - set(range(int(raw.get("first_k_dense_replace") or 0)))
+    inter = positive(raw, "moe_intermediate_size")
+    found = MoeConfig(
+        count=count,
+        active=active,
+        intermediate_size=inter,
+        # transformers does not read the field in V2.
+        normed=third and bool(raw.get("norm_topk_prob", True)),
+        layers=layers,
+        shared_size=inter * positive(raw, "n_shared_experts"),
+        shared_gated=False,
+        sigmoid=third,
+        groups=groups,
+        top_groups=top,
+        scale=float(raw.get("routed_scaling_factor", 1.0)),
+    )
+    return found if layers else None
+
+
 def _gpt_oss(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     bias = bool(raw.get("attention_bias", True))
     count, active = positive(raw, "num_local_experts"), positive(raw, "num_experts_per_tok")
@@ -396,6 +463,8 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
     "Gemma3ForCausalLM": _gemma3,
     "Gemma4ForCausalLM": _gemma4,
     "GptOssForCausalLM": _gpt_oss,
+    "DeepseekV2ForCausalLM": _deepseek,
+    "DeepseekV3ForCausalLM": _deepseek,
     "Lfm2ForCausalLM": _lfm2,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
 }
@@ -416,6 +485,13 @@ _DELTA_NET: RawConfig = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+}
+_LATENT_SIZES: RawConfig = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
 }
 _SHARED_EXPERT: RawConfig = {"num_key_value_heads": 2, "shared_expert_intermediate_size": 512}
 DEFAULTS: dict[str, RawConfig] = {
@@ -451,6 +527,21 @@ DEFAULTS: dict[str, RawConfig] = {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
+    },
+    "DeepseekV2ForCausalLM": {
+        **_LATENT_SIZES,
+        "n_shared_experts": 2,
+        "eos_token_id": 2,
+    },
+    "DeepseekV3ForCausalLM": {
+        **_LATENT_SIZES,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "eos_token_id": 1,
     },
     "Lfm2ForCausalLM": {
         "num_key_value_heads": 8,
@@ -491,9 +582,15 @@ The sizes that make up a model have no defaults here: a file without them is ref
 FIXED: dict[str, RawConfig] = {
     # Every layer has experts, whose weights sum to one.
     "Qwen3_5MoeForCausalLM": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None},
+    # Latents have no heads.
+    "DeepseekV2ForCausalLM": {"num_key_value_heads": None},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads": None},
     "Gemma4ForCausalLM": {"rope_theta": None, "rope_local_base_freq": None},
 }
 """Fields of other families that transformers does not read in these: their values, whatever a config.json says."""
+
+HEAD_SIZE = dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "qk_rope_head_dim")
+"""The field for the rotated size of a head in families that have no head_dim."""
 
 FFN_SIZE = {"Qwen3_5MoeForCausalLM": "moe_intermediate_size"}
 """The field for the size of an MLP in families that have experts in all layers, and so no intermediate_size."""
@@ -506,7 +603,7 @@ _LATENT = f"its attention keeps one latent vector a token (MLA) {_NO_POOL}"
 _STATES = f"its layers keep states {_NO_POOL}"
 _UNEQUAL = "its layers have keys and values of unequal shapes or share them, and the KV pool has one shape"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("DeepseekV2", "DeepseekV3", "DeepseekV32", "KimiK25", "Glm4MoeLite", "MiniCPM3"), _LATENT),
+    **dict.fromkeys(("DeepseekV32", "KimiK25", "Glm4MoeLite", "MiniCPM3"), _LATENT),
     **dict.fromkeys(("Mamba", "Mamba2", "FalconH1", "Jamba", "Bamba", "NemotronH"), _STATES),
     "Gemma3n": _UNEQUAL,
     "Gemma": "Gemma 1 is not built; Gemma 2 and 3 are",

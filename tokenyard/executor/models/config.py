@@ -48,6 +48,9 @@ class MoeConfig:
     bias: whether router and experts have biases.
     shared_size: intermediate size of an expert that every token goes to, 0 for none.
     shared_gated: whether a sigmoid gate weights that expert.
+    sigmoid: whether scores are sigmoids with a correction for the choice, in the place of a softmax (DeepSeek V3).
+    groups, top_groups: experts are chosen of the best groups only; 1 of 1 for no groups.
+    scale: the factor on the weights of the chosen experts.
     beside_mlp: whether layers with experts have an MLP too, and norms of both (Gemma 4).
     """
 
@@ -59,7 +62,16 @@ class MoeConfig:
     bias: bool = False
     shared_size: int = 0
     shared_gated: bool = True
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
     beside_mlp: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether experts are chosen by a softmax alone."""
+        return not self.sigmoid and (self.groups, self.scale) == (1, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +153,23 @@ class ShortConvConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention: what is kept of a token is one vector for all heads (DeepSeek).
+
+    kv_rank: size of that vector, next to which the rotated part of keys is kept, which has the model's head_dim.
+    q_rank: size of the vector between the two products of queries; 0 for one product.
+    plain_dim: dimensions of a query that are not rotated. value_dim: of a value.
+    interleaved: whether the checkpoint's rotated dimensions come in pairs, not in halves.
+    """
+
+    kv_rank: int
+    q_rank: int
+    plain_dim: int
+    value_dim: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer with RMSNorm, rotary embedding, grouped-query attention and a gated MLP.
 
@@ -165,6 +194,7 @@ class ModelConfig:
     residual_scale: the factor on what attention and MLP add to the residual stream.
     logit_scale: the factor on logits.
     output_gate: whether a sigmoid gates what attention finds, by numbers that q_proj gives after those of each head.
+    latent: latent attention, None for a model that keeps keys and values.
     experts: None for a model without.
     recurrent: the layers with a recurrent state, None for a model whose layers all attend.
     has_embedding, has_lm_head: a pipeline stage without embedding takes hidden states; one without head returns them.
@@ -211,6 +241,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     output_gate: bool = False
+    latent: LatentConfig | None = None
     experts: MoeConfig | None = None
     recurrent: DeltaNetConfig | Mamba2Config | ShortConvConfig | None = None
     has_embedding: bool = True
@@ -227,10 +258,21 @@ class ModelConfig:
 
     def kv_values(self, layer: int) -> int:
         """Numbers that the KV pool stores for one token in a layer of `kv_layers`."""
-        return 2 * math.prod(self.kv_shape(layer))
+        return self.kv_planes * math.prod(self.kv_shape(layer))
+
+    @property
+    def kv_planes(self) -> int:
+        """How many vectors of `kv_shape` a token has in a layer: keys and values, or latents, which are both."""
+        return 1 if self.latent is not None else 2
+
+    def rope_dim(self, layer: int) -> int:
+        """Dimensions of the heads that are rotated in a layer."""
+        return self.head_dim if self.latent is not None else self.kv_shape(layer)[1]
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
         """KV heads and their dimensions in a layer."""
+        if self.latent is not None:
+            return 1, self.latent.kv_rank + self.head_dim
         if self.windows[layer]:
             return self.num_kv_heads, self.head_dim
         return self.global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
@@ -259,6 +301,7 @@ class ModelConfig:
         if self.recurrent is not None:
             return f"recurrent states ({self.recurrent.plural})"
         special = {
+            "latent attention": self.latent,
             "layers that share keys and values": self.kv_sources,
             "gates of what attention finds": self.output_gate,
             "shared experts": self.experts is not None and self.experts.shared_size,

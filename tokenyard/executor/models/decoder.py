@@ -11,12 +11,13 @@ from tokenyard.executor.layers.delta_net import DeltaNetWeights, GatedDeltaNet
 from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
 from tokenyard.executor.layers.mamba2 import Mamba2, Mamba2Weights
-from tokenyard.executor.layers.mlp import GatedMlp, SharedExpert, SparseMoe
+from tokenyard.executor.layers.mlp import GatedMlp, GroupedTopK, SharedExpert, SparseMoe
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.layers.rotary import Rotary, rotate
 from tokenyard.executor.layers.short_conv import ShortConv
 from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig
+from tokenyard.executor.models.latent_attention import LatentAttention
 from tokenyard.executor.models.parts import fused, fused_parts, gated_mlp, read_norm
 from tokenyard.executor.models.shared_kv import (
     MlpAndExperts,
@@ -59,7 +60,7 @@ class Decoder:
             self._embedding = table.__getitem__ if tp_comm is None else tp_comm.embedding(table)
             # In the dtype of the weights, as transformers has it.
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=table.dtype).item()
-        self._ropes = [(rope, config.kv_shape(layer)[1]) for layer, rope in enumerate(config.ropes)]
+        self._ropes = [(rope, config.rope_dim(layer)) for layer, rope in enumerate(config.ropes)]
         self._rotary = {key: Rotary(*key, context_length, device) for key in dict.fromkeys(self._ropes)}
         self._per_layer = PerLayerInputs(config, weights) if config.per_layer_size else None
         self._layers = [_Layer(config, weights, index, tp_comm, make_experts) for index in range(config.num_layers)]
@@ -149,7 +150,7 @@ class _Layer:
         )
         self._after_mlp = read_norm(config, weights, f"{prefix}.{names.after_mlp}") if names.after_mlp else None
         self._attention: _Attention | None = None
-        if index in config.attention_layers and not config.kv_sources:
+        if index in config.attention_layers and not config.kv_sources and config.latent is None:
             self._attention = _Attention(config, weights, index, tp_comm)
         self._mixer = self._attention or _mixer(config, weights, index)
         self.ending = PerLayerOutput(config, weights, index) if config.layer_scalars else None
@@ -260,10 +261,12 @@ class _Attention:
         return attention.forward(self._place, qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:], batch)
 
 
-def _mixer(config: ModelConfig, weights: Weights, index: int) -> "SharedKvAttention | _Recurrent":
+def _mixer(config: ModelConfig, weights: Weights, index: int) -> "SharedKvAttention | LatentAttention | _Recurrent":
     """Return what a layer has in the place of `_Attention`."""
     if config.kv_sources:
         return SharedKvAttention(config, weights, index)
+    if config.latent is not None:
+        return LatentAttention(config, weights, index)
     return _Recurrent(config, weights, index)
 
 
@@ -346,6 +349,7 @@ def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeEx
     if config.experts is None or index not in config.experts.layers:
         prefix = f"model.layers.{index}.mlp"
         return gated_mlp(config, weights, prefix, config.intermediate_size, config.mlp_bias)
+    make_experts = make_experts if config.experts.plain else _experts
     routed, shared = make_experts(config, weights, index), config.experts.shared_size
     if not shared:
         return routed
@@ -364,7 +368,16 @@ def _experts(config: ModelConfig, weights: Weights, index: int) -> SparseMoe:
         gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size, experts.bias)
         for expert in range(experts.count)
     ]
-    return SparseMoe(router, each, experts.active, experts.normed)
+    if experts.plain:
+        return SparseMoe(router, each, experts.active, experts.normed)
+    # In float32, as transformers has it.
+    router = Linear(weights.get(f"{prefix}.gate.weight", (experts.count, config.hidden_size)).float())
+    correction = None
+    if experts.sigmoid:
+        correction = weights.get(f"{prefix}.gate.e_score_correction_bias", (experts.count,)).float()
+    return SparseMoe(
+        lambda x: router(x.float()), each, experts.active, experts.normed, choose=GroupedTopK(experts, correction)
+    )
 
 
 class NormNames(NamedTuple):

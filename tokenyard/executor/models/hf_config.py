@@ -8,6 +8,7 @@ from tokenyard.executor.models.architectures import (
     DEFAULTS,
     FFN_SIZE,
     FIXED,
+    HEAD_SIZE,
     STATES_SCALED_CONTEXT,
     RawConfig,
     positive,
@@ -51,7 +52,8 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     heads = positive(raw, "num_attention_heads")
     kv_heads = int(raw.get("num_key_value_heads") or heads)
     hidden = positive(raw, "hidden_size")
-    head_dim = int(raw.get("head_dim") or hidden // heads)
+    head_dim = positive(raw, HEAD_SIZE[architecture]) if architecture in HEAD_SIZE else 0
+    head_dim = head_dim or int(raw.get("head_dim") or hidden // heads)
     layers = positive(raw, "num_hidden_layers")
     if layers > MAX_LAYERS:
         raise ConfigError(f"config.json: num_hidden_layers is {layers}; it can be at most {MAX_LAYERS}")

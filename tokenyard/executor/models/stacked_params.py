@@ -122,6 +122,8 @@ RENAMED = {
         ".q_norm.": ".q_layernorm.",
         ".k_norm.": ".k_layernorm.",
     },
+    "DeepseekV2ForCausalLM": {".mlp.shared_expert.": ".mlp.shared_experts."},
+    "DeepseekV3ForCausalLM": {".mlp.shared_expert.": ".mlp.shared_experts."},
     "GraniteMoeHybridForCausalLM": {".mlp.gate.": ".block_sparse_moe.router.layer."},
 }
 """Parts of the decoder's names of tensors, and what a family's checkpoints have in their place."""
