@@ -17,9 +17,10 @@ class EqualRows:
         pages_per_row = -(-max_tokens // info.page_size)
         if rows * pages_per_row > info.num_pages or rows > info.max_pool_rows:
             raise ValueError(f"{rows} rows of {max_tokens} tokens do not fit {info.num_pages} pages")
-        self._pages = np.random.default_rng(0).permutation(info.num_pages)[: rows * pages_per_row] + 1
+        pages = np.random.default_rng(0).permutation(info.num_pages)[: rows * pages_per_row] + 1
         self._rows = np.arange(rows, dtype=np.int32)
-        self._pages_per_row = pages_per_row
+        self._table = pages.reshape(rows, pages_per_row)
+        self._page_size = info.page_size
         self._sampling = sampling
         self._step = 0
         self._length = 0
@@ -28,10 +29,7 @@ class EqualRows:
         """Plan the whole prompt (int32) of one row; rows must all get prompts of one length."""
         self._length = len(prompt)
         plan = self._plan(self._rows[row : row + 1], 0, prompt, decode_rows=0)
-        pages = self._pages.reshape(-1, self._pages_per_row)[row]
-        plan.page_rows = np.full(len(pages), row, dtype=np.int32)
-        plan.page_columns = np.arange(len(pages), dtype=np.int32)
-        plan.page_ids = pages.astype(np.int32)
+        self._write(plan, self._rows[row : row + 1], 0, len(prompt))
         plan.row_starts = [self._start(row, prompt)]
         return plan
 
@@ -41,17 +39,23 @@ class EqualRows:
         plan = self._plan(self._rows[:0], 0, np.zeros(0), decode_rows=0)
         known = np.ones(tokens, dtype=np.int32)
         plan.row_starts = [self._start(row, known) for row in self._rows.tolist()]
-        plan.page_rows = np.repeat(self._rows, self._pages_per_row)
-        plan.page_columns = np.tile(np.arange(self._pages_per_row, dtype=np.int32), len(self._rows))
-        plan.page_ids = self._pages.astype(np.int32)
+        self._write(plan, self._rows, 0, tokens)
         return plan
 
     def decode(self) -> StepPlan:
-        """Plan one more token for every row."""
+        """Plan one more token for every row, with a new page for each where one begins."""
         tokens = np.full(len(self._rows), LAST_SAMPLED)
         plan = self._plan(self._rows, self._length, tokens, decode_rows=len(self._rows))
+        self._write(plan, self._rows, self._length, self._length + 1)
         self._length += 1
         return plan
+
+    def _write(self, plan: StepPlan, rows: np.ndarray, begin: int, end: int) -> None:
+        """Add the writes of the pages that begin at positions from `begin` to before `end`."""
+        columns = np.arange(-(-begin // self._page_size), -(-end // self._page_size), dtype=np.int32)
+        plan.page_rows = np.repeat(rows, len(columns))
+        plan.page_columns = np.tile(columns, len(rows))
+        plan.page_ids = self._table[rows][:, columns].ravel().astype(np.int32)
 
     def _start(self, row: int, known: np.ndarray) -> RowStart:
         return RowStart(row, self._sampling, known.astype(np.int32), len(known))

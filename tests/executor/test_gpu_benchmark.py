@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu_choices import CHOICES
+from benchmarks.step_plans import EqualRows
 from tokenyard.cost.profiles import load_profile
 from tokenyard.executor.models.config import ModelConfig
 
@@ -57,6 +59,26 @@ def test_operations_of_a_prompt_are_those_of_its_products():
     config = ModelConfig(**dict.fromkeys(ModelConfig.__dataclass_fields__) | ONE_LAYER)
     weights = 4 * 64 + 3 * 128
     assert gpu.prefill_operations(config, 3) == 2 * 3 * weights + 4 * 8 * 6 + 2 * 8 * 10
+
+
+def test_the_floor_of_a_decode_is_that_of_each_kernel():
+    config = ModelConfig(**dict.fromkeys(ModelConfig.__dataclass_fields__) | ONE_LAYER)
+    # By hand, for 2 rows of 3 tokens: weights, inputs and outputs of the products, and keys and values, of 2 bytes.
+    weights = [8 * 24, 8 * 8, 8 * 32, 16 * 8, 8 * 10]
+    moved = [2 * (8 + 24), 2 * (8 + 8), 2 * (8 + 32), 2 * (16 + 8), 2 * (8 + 10)]
+    numbers = sum(weights) + sum(moved) + 2 * 2 * 3 * 8
+    assert gpu.decode_floor_s(config, 2, 3, 1.0, 1e9) == 2 * numbers
+    operations = 2 * 2 * sum(weights) + 4 * 2 * 3 * 8
+    assert gpu.decode_floor_s(config, 2, 3, 1e9, 1.0) == operations
+    # With 8 rows products take as long as their operations, and attention as its bytes: neither sum alone says so.
+    either = [gpu.decode_floor_s(config, 8, 3, *speeds) for speeds in ((1.0, 1e9), (1e9, 3.0))]
+    assert gpu.decode_floor_s(config, 8, 3, 1.0, 3.0) > max(either)
+
+
+def test_pages_of_steps_are_written_as_a_server_writes_them():
+    rows = EqualRows(SimpleNamespace(page_size=4, num_pages=16, max_pool_rows=4), 2, 12)
+    assert len(rows.pretend(6).page_ids) == 4
+    assert [len(rows.decode().page_ids) for _ in range(6)] == [0, 0, 2, 0, 0, 0]
 
 
 @pytest.mark.slow

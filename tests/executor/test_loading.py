@@ -128,6 +128,10 @@ def test_the_cuda_pool_leaves_its_share_free(copy, monkeypatch):
     per_token = kv_bytes_per_token(config, torch.float16)
     pages = choose_num_pages(config, mem_fraction_static=0.75, **sizes)
     assert pages == 35_000 // per_token // 4
+    # The share is that of all the engine takes, its steps and graphs included.
+    assert (
+        choose_num_pages(config, mem_fraction_static=0.75, reserved_bytes=15_000, **sizes) == 20_000 // per_token // 4
+    )
     for share, match in ((0.3, "less than one page"), (0.0, "above 0"), (1.2, "at most 1")):
         with pytest.raises(ConfigError, match=match):
             choose_num_pages(config, mem_fraction_static=share, **sizes)

@@ -41,8 +41,9 @@ ALL = [
 
 def stages(capability):
     """What decode_stages answers on the device."""
-    roomy = SHARED_LIMITS[capability] << 10 >= attention.MIN_SHARED_OF_DECODE_STAGES
-    return attention.DECODE_STAGES if roomy else attention.CHUNK_STAGES
+    little = divmod(capability, 10) in attention.LITTLE_SHARED_MEMORY
+    assert little == (SHARED_LIMITS[capability] < 100)
+    return attention.CHUNK_STAGES if little else attention.DECODE_STAGES
 
 
 def attend(capability, dtype, heads, kv_heads, head_dim, window):

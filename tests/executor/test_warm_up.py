@@ -1,8 +1,11 @@
-"""The steps before the first request: they run all kinds, touch page 0 alone, and change no answer."""
+"""The steps before the first request, which touch page 0 alone and change no answer; and a step without memory."""
 
 import pytest
+import torch
 
 from tests.executor.small_pool import run_all_kinds
+from tests.executor.tiny_models import greedy, prompt_of
+from tokenyard.base import TokenyardError
 from tokenyard.executor.warm_up import CHUNKS, plans, warm_up
 
 
@@ -34,3 +37,22 @@ def test_a_short_context_gets_the_steps_that_fit_it():
     found = list(plans(10))
     assert max(int(plan.starts[0] + plan.counts[0]) for plan in found) <= 10
     assert {int(plan.counts[0]) for plan in found if not plan.decode_rows} == {1, 2, 3, 5, 9}
+
+
+def test_a_step_without_memory_frees_what_the_allocator_keeps_and_can_be_tried_again(make_driver, monkeypatch):
+    driver, emptied = make_driver("llama"), []
+    model, prompt = driver.executor.model, prompt_of(9, seed=1)
+    step = model.step
+
+    def no_memory(batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    row = driver.start(prompt)
+    plan = driver.plan([(row, len(prompt))])
+    model.step = no_memory
+    with pytest.raises(TokenyardError, match=r"step of 9 tokens .CUDA out of memory.; lower --mem-fraction-static"):
+        driver.executor.launch(plan)
+    assert emptied
+    model.step = step
+    assert driver.executor.collect(driver.executor.launch(plan)).tokens.tolist() == greedy("llama", prompt, 1)

@@ -115,6 +115,7 @@ class Settings(DeclaredSettings):
             "attention_backend": self.attention_backend,
             "quantization": self.quantization,
             "deterministic": self.enable_deterministic_inference,
+            "max_step_tokens": self.chunked_prefill_size if self.chunked_prefill_size > 0 else self.max_prefill_tokens,
             "disable_cuda_graph": self.disable_cuda_graph,
             "cuda_graph_max_bs": self.cuda_graph_max_bs,
             "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,

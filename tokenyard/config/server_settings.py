@@ -110,7 +110,7 @@ class DeclaredSettings(SharedSettings):
     mem_fraction_static: float = setting(
         0.88,
         "device",
-        "share of the device's memory for weights and KV (CUDA)",
+        "share of the device's memory for weights, KV, steps and CUDA graphs (CUDA)",
         NumberRange(ABOVE_ZERO, 1),
         aliases=("--gpu-memory-utilization",),
     )

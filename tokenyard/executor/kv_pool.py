@@ -184,14 +184,16 @@ def choose_num_pages(
     window_ratio: float = 0.0,
     draft_bytes_per_token: int = 0,
     states: StateBytes | None = None,
+    reserved_bytes: int = 0,
 ) -> int:
     """Return how many usable pages the pool gets.
 
     `max_total_tokens` decides where given. Else a CUDA device gives what is free now, with the weights loaded, less
-    the share `1 - mem_fraction_static` of all its memory, which is left to activations (SGLang's rule); a CPU gives a
-    modest fixed amount. Of either, `sharing` processes on the same device get equal parts. window_ratio: the layers
-    with a window keep only this part of the tokens, 0 for all. draft_bytes_per_token: of a pool with as many pages,
-    such as the draft model's. states: the memory of recurrent states, None for a model without.
+    the share `1 - mem_fraction_static` of all its memory, which is left to others, and less `reserved_bytes`, which
+    steps, graphs and page tables take (vLLM's rule; see device_memory.py); a CPU gives a modest fixed amount. Of
+    either, `sharing` processes on the same device get equal parts. window_ratio: the layers with a window keep only
+    this part of the tokens, 0 for all. draft_bytes_per_token: of a pool with as many pages, such as the draft
+    model's. states: the memory of recurrent states, None for a model without.
 
     Raises ConfigError if not even one page fits.
     """
@@ -200,12 +202,11 @@ def choose_num_pages(
         local = dtype.itemsize * sum(config.kv_values(layer) for layer in window_layers(config))
         per_token = max(per_token - local + int(local * window_ratio), 1)
     per_token += draft_bytes_per_token
-    if max_total_tokens is None and states is not None:
+    if max_total_tokens is None:
+        fixed, ratio = (states.fixed_bytes, states.ratio) if states is not None else (0, 0.0)
         max_total_tokens = _default_tokens(
-            int(per_token * (1 + states.ratio)), device, mem_fraction_static, sharing, states.fixed_bytes
+            int(per_token * (1 + ratio)), device, mem_fraction_static, sharing, fixed + reserved_bytes
         )
-    elif max_total_tokens is None:
-        max_total_tokens = _default_tokens(per_token, device, mem_fraction_static, sharing)
     num_pages = max_total_tokens // page_size
     if num_pages < 1:
         raise ConfigError(

@@ -20,8 +20,9 @@ from tokenyard.executor.backend_choice import (
     make_sampling_backend,
 )
 from tokenyard.executor.cuda_devices import choose_device, prepare_cuda
-from tokenyard.executor.cuda_graph_runner import DEFAULT_MAX_CAPTURE_BS, capture_graphs
+from tokenyard.executor.cuda_graph_runner import DEFAULT_MAX_CAPTURE_BS, capture_batch_sizes, capture_graphs
 from tokenyard.executor.cuda_graph_runner import why_not as why_not_record
+from tokenyard.executor.device_memory import device_memory, step_bytes
 from tokenyard.executor.distributed.partition import ModelPartition, layers_only
 from tokenyard.executor.draft_model import ModelDrafter
 from tokenyard.executor.drafter import Choose, Drafter, NgramDrafter
@@ -93,6 +94,7 @@ class LoadOptions:
     disable_cuda_graph: turns the capture of decode steps off.
     cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
     swa_full_tokens_ratio: see choose_swa_pool; divided models keep all tokens in all layers.
+    max_step_tokens: the most prompt tokens of a step, for which a CUDA device keeps memory.
     max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see StateGroup.fitting.
     mamba_shared_memory: KV and checkpoints of recurrent states share the memory of both; see StateGroup.sharing.
     draft_tokens: the most drafts of a row in one step; 0 for none.
@@ -121,6 +123,7 @@ class LoadOptions:
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     swa_full_tokens_ratio: float = 0.0
+    max_step_tokens: int = 16384
     max_mamba_cache_size: int | None = None
     mamba_full_memory_ratio: float = 0.9
     mamba_track_interval: int = 256
@@ -183,6 +186,7 @@ def load_executor(
         sharing=sharing,
         window_ratio=ratio,
         states=_state_bytes(config, given, kind),
+        reserved_bytes=_reserved_bytes(config, choice, given, target, kind, length, part, drafts_from),
     )
     num_pages, states = _choose_states(config, given, kind, num_pages)
     info = ExecutorInfo(
@@ -338,6 +342,45 @@ def _make_states(
             f"{slots} recurrent states take {slots * info.states.slot_bytes / 2**30:.1f} GiB, more than {device} has "
             "free; lower max_running_requests or mamba_full_memory_ratio"
         ) from error
+
+
+def _reserved_bytes(
+    config: ModelConfig,
+    choice: BackendChoice,
+    given: LoadOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    length: int,
+    part: ModelPartition | None,
+    drafts_from: ModelConfig | None,
+) -> int:
+    """Bytes of a CUDA device that are neither weights nor KV; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    sizes: list[int] = []
+    divided, triton = part is not None, choice.triton and not choice.flashinfer
+    reason = why_not_record(config, device, triton=triton, divided=divided, adapters=given.lora_slots > 0)
+    if not given.disable_cuda_graph and not reason:
+        sizes = capture_batch_sizes(min(given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS))
+    need = device_memory(
+        config,
+        dtype,
+        max_step_tokens=given.max_step_tokens,
+        max_pool_rows=given.max_pool_rows,
+        context_length=length,
+        page_size=given.page_size,
+        captured=tuple(sizes),
+        divided=divided,
+    )
+    # A draft model's steps run between those of the model, whose memory torch's allocator gives them.
+    drafting = 0 if drafts_from is None else step_bytes(drafts_from, given.max_pool_rows, given.max_pool_rows, 2)
+    logger.info(
+        "device memory besides weights and KV: %.2f GiB for steps of %d tokens, %.2f for graphs, %.2f for page tables, "
+        "%.2f for libraries",
+        *(max(need.steps, drafting) / 2**30, given.max_step_tokens, need.graphs / 2**30),
+        *(need.page_table / 2**30, need.libraries / 2**30),
+    )
+    return need.total + max(0, drafting - need.steps)
 
 
 def memory_need(model_path: str, **options: Any) -> tuple[MemoryNeed, str]:

@@ -1,5 +1,6 @@
 """Runs plans on a model: the executor that computes."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,9 +104,24 @@ class ModelExecutor:
         """Set by the loader of a model that can change its weights."""
         self.drafter = drafter(self.sampler.guess) if drafter is not None else None
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
-        """Start a step; see Executor. Raises TokenyardError if it reads what a step before it has yet to sample."""
+        """Start a step; see Executor. Raises TokenyardError if it reads what a step before it has yet to sample, and if
+        the device's memory does not suffice: what torch's allocator keeps is then free when the step is tried again.
+        """
+        try:
+            return self._launch(plan)
+        except torch.OutOfMemoryError as error:
+            tokens, message = len(plan.tokens), str(error).split(". ")[0]
+        # Outside, as the error's frames hold the step's tensors.
+        gc.collect()
+        torch.cuda.empty_cache()
+        raise TokenyardError(
+            f"no memory for a step of {tokens} tokens ({message}); lower --mem-fraction-static or"
+            " --chunked-prefill-size"
+        )
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> Ticket:
         self._unsampled.launch(plan)
         ticket = Ticket(plan, StepTimer(self._device))
         ticket.clock.start()

@@ -29,8 +29,10 @@ MAX_FLOAT32_TILE_ROWS = 16
 """The same in float32, whose products use no tensor cores: with more, a thread spills its registers by kilobytes."""
 DECODE_STAGES, CHUNK_STAGES = 5, 3
 """Triton's num_stages of launches with splits, and of those with long blocks; see decode_stages."""
-MIN_SHARED_OF_DECODE_STAGES = 160 << 10
-"""Devices of 99 KiB (capability 8.6, 8.9, 12.0) would run one program where they can run two."""
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities of devices with 99 KiB a block, which would run one program with DECODE_STAGES and run two with
+CHUNK_STAGES.
+"""
 
 COLUMNS = ("positions", "pool_rows", "tokens", "counts")
 """Arguments that may begin at any number of an upload. A kernel must not be compiled again where one is not aligned."""
@@ -301,12 +303,11 @@ def split_programs(splits: int, others: int) -> int:
 
 
 def decode_stages(device: torch.device) -> int:
-    """Return Triton's num_stages of a launch with splits, by the shared memory that a block can have on a device.
+    """Return Triton's num_stages of a launch with splits, by the shared memory of a device.
 
     A decode reads keys and values once and computes little, so its speed is that of the loads in flight. 5 stages keep
     two tiles of each there (72 KiB for 128 dimensions), 3 keep one.
     """
-    if device.type != "cuda":
-        return DECODE_STAGES
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return DECODE_STAGES if shared >= MIN_SHARED_OF_DECODE_STAGES else CHUNK_STAGES
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) in LITTLE_SHARED_MEMORY:
+        return CHUNK_STAGES
+    return DECODE_STAGES

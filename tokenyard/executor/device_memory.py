@@ -1,0 +1,85 @@
+"""What a CUDA device's memory must hold besides weights, KV pool and recurrent states, counted before the pool is
+sized. vLLM measures a profiling step instead; this count serves divided models too, whose ranks cannot run one alone.
+`test_triton_memory.py` holds it to what steps allocate.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenyard.executor.models.config import ModelConfig
+
+SPLIT_SCRATCH = 64
+"""Most queries times splits of a row for which attention has scratch; see attention/triton/backend.py."""
+SAMPLING_BYTES = 10
+"""Of a logit: in the dtype of the weights, in float32, and a copy of rows whose parameters change their logits."""
+GRAPH_BYTES = 2 << 20
+"""Of a captured step, for the parameters of its kernels."""
+LIBRARY_BYTES = 128 << 20
+"""Workspaces of libraries and loaded kernels that come after the weights."""
+NCCL_BYTES = 512 << 20
+"""Buffers of the communicators of a divided model, which connect after the weights are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes by what takes them.
+
+    steps: activations of the largest step.
+    graphs: captured steps.
+    page_table: page tables.
+    libraries: workspaces of cuBLAS and NCCL.
+    """
+
+    steps: int
+    graphs: int
+    page_table: int
+    libraries: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.steps + self.graphs + self.page_table + self.libraries
+
+
+def step_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> int:
+    """Return the bytes that a step of `tokens` tokens allocates at most, with logits for `rows` of them.
+
+    itemsize: of a number in the model's dtype.
+    """
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    attention = (heads * (2 if config.output_gate else 1) + 2 * kv_heads + 2 * heads) * head_dim
+    mlp = 3 * config.intermediate_size
+    if config.experts is not None:
+        # Rows of each token's experts, sorted: inputs, products and results.
+        mlp += config.experts.active * (3 * config.experts.intermediate_size + 3 * config.hidden_size)
+    per_token = (4 * config.hidden_size + max(attention, mlp)) * itemsize
+    # Angles in float32, and columns of int64.
+    per_token += 4 * head_dim * len(set(config.ropes)) + 16 * 8
+    scratch = min(rows, tokens) * heads * SPLIT_SCRATCH * (head_dim + 1) * 4
+    return tokens * per_token + scratch + rows * config.vocab_size * SAMPLING_BYTES
+
+
+def device_memory(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    max_step_tokens: int,
+    max_pool_rows: int,
+    context_length: int,
+    page_size: int,
+    captured: tuple[int, ...] = (),
+    divided: bool = False,
+) -> DeviceMemory:
+    """Count what is not static. captured: the batch sizes whose steps are captured."""
+    largest = max(captured, default=0)
+    # Graphs share one pool, so they take what the largest does, and its logits and hidden states stay.
+    graphs = len(captured) * GRAPH_BYTES + (step_bytes(config, largest, largest, dtype.itemsize) if captured else 0)
+    graphs += largest * (4 * config.vocab_size + config.hidden_size * dtype.itemsize)
+    tables = 2 if any(config.windows) else 1
+    return DeviceMemory(
+        step_bytes(config, max_step_tokens + max_pool_rows, max_pool_rows, dtype.itemsize),
+        graphs,
+        tables * max_pool_rows * -(-context_length // page_size) * 4,
+        LIBRARY_BYTES + (NCCL_BYTES if divided else 0),
+    )
