@@ -9,7 +9,7 @@ import pytest
 
 from tests.policy.waiting_order import line, make_yard, put_into_tree
 from tokenyard.base import ConfigError, SchedulerSettings, TenantSettings
-from tokenyard.policy import POLICIES, Policy, create_policy
+from tokenyard.policy import POLICIES, Policy, SessionState, create_policy
 from tokenyard.policy.speculation import TpotSlack
 from tokenyard.policy.user_policy import GuardedPolicy
 
@@ -58,6 +58,34 @@ def test_it_composes_with_priorities_and_a_bound(module):
     yard = make_yard(schedule_policy=path, max_overtaken_tokens=0)
     numbers = [yard.submit([5]) for _ in range(3)]
     assert line(yard) == numbers
+
+
+def test_it_retains_sessions_of_which_it_sees_copies(module):
+    seen = []
+
+    class KeepsS(Policy):
+        needs_sessions = True
+
+        def retains(self, session, now):
+            seen.append(session)
+            assert type(session) is SessionState
+            if session.name == "wrong":
+                raise KeyError("wrong")
+            return session.name == "s"
+
+    yard = make_yard(pages=100, schedule_policy=add(module, KeepsS), radix_eviction_policy="reuse", headroom="none")
+    for token, session in ((7, "s"), (8, "t")):
+        yard.submit([token] * 40, max_new=1, session=session)
+        yard.run()
+    yard.submit([9] * 40, max_new=1)
+    yard.run()
+    peek = yard.scheduler.state.memory.peek
+    assert [peek(np.full(40, token, np.int32).tobytes(), "") for token in (7, 8)] == [40, 20]
+    assert seen
+    yard.submit([6] * 30, max_new=1, session="wrong")
+    yard.submit([5] * 90, max_new=1)
+    yard.run()
+    assert "KeyError" in yard.scheduler.state.policy.given_up()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Eviction by a user's value: which prefix goes first, and what a failing one does."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from tokenyard.policy.eviction_value import load_eviction_value
 from tokenyard.sim.simulate import simulate
 from tokenyard.sim.traces.synthetic import synthetic
 
+GUIDE = Path(__file__).resolve().parents[2] / "docs/your_own_policy.md"
 SEEN: list[CachedPrefix] = []
 
 
@@ -79,6 +83,16 @@ def test_a_value_that_fails_is_replaced_by_that_of_reuse(name, reason):
     note = yard.scheduler.snapshot(yard.now).policy_note
     assert reason in note
     assert "reuse" in note
+
+
+def test_the_value_of_the_guide_runs():
+    code = next(
+        one for one in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "EvictionValue" in one
+    )
+    exec(code, globals())
+    yard, kept = yard_with_two("LongerIsDearer")
+    assert kept[0] == 60
+    assert not yard.scheduler.snapshot(yard.now).policy_note
 
 
 def test_a_simulation_ends_with_the_reason():
