@@ -83,3 +83,60 @@ def test_explain_and_the_log_have_the_cause(start, caplog):
     assert (cache["cause"], cache["part"], cache["before"]) == ("changed", "messages[0]", "r1")
     fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
     assert [(entry["cache"], entry["changed"]) for entry in fields] == [("first", ""), ("changed", "messages[0]")]
+
+
+LONG = "x" * 4000
+
+
+@pytest.mark.parametrize(
+    ("text", "cached", "cause"),
+    [
+        (LONG + "<assistant>" + "answer", 300, "lost"),
+        (LONG[:1000] + "y" * 4000, 300, "template"),
+        (LONG[:1000] + "y" * 4000, 1000, "hit"),
+        # The end of a prompt is the begin of an answer, which the template may write otherwise later.
+        (LONG[:3600] + "y" * 900, 300, "lost"),
+        (LONG[:500], 300, "template"),
+    ],
+)
+def test_a_template_that_rewrites_history_is_named(text, cached, cause):
+    history = PromptHistory()
+    turn(history, "r1", [ASK], 0, text=LONG + "<assistant>")
+    report = turn(history, "r2", [ASK, SAY, MORE], cached, text=text, turn=1)
+    assert (report.cause, report.part) == (cause, "")
+
+
+def test_a_session_that_went_on_elsewhere():
+    report = turn(PromptHistory(), "r1", [ASK, SAY, MORE], 0, turn=1)
+    assert report.cause == "elsewhere"
+
+
+@pytest.mark.parametrize("how", ["field", "header", ""])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/generate"]
+)
+def test_usage_says_why_if_asked(start, path, stream, how):
+    server = start(FakeManager(), strict_api=True)
+    body = {
+        "/v1/responses": {"input": [ASK]},
+        "/v1/completions": {"prompt": "hello"},
+        "/generate": {"text": "hello"},
+    }.get(path, {"messages": [ASK]})
+    body |= {"/v1/messages": {"max_tokens": 4}}.get(path, {}) | {"stream": stream}
+    if stream and path.endswith("completions"):
+        body["stream_options"] = {"include_usage": True}
+    headers = {"x-session-id": "s"}
+    if how == "header":
+        headers["x-return-cached-tokens-details"] = "1"
+    elif how == "field":
+        body["return_cached_tokens_details"] = True
+    found = []
+    for _ in range(2):
+        answer = server.client.post(path, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        found.append(answer.text)
+    assert all(("cached_tokens_details" in text) == bool(how) for text in found), found
+    if how and path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        assert '"cause":"first"' in found[0]
+        assert '"cause":"first"' not in found[1]

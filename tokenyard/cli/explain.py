@@ -43,8 +43,10 @@ CAUSES = {
     "other_salt": "the turn before had another cache salt",
     "other_adapter": "the turn before had another adapter",
     "hit": "all of the turn before was cached",
-    "lost": "the turn before stands in this prompt, but its KV is at another engine or rank, or the chat template "
-    "writes it differently now",
+    "elsewhere": "earlier turns were answered by another engine, before a restart or too long ago",
+    "template": "the turn before is in this request, but the chat template writes it differently now, for instance "
+    "without earlier reasoning",
+    "lost": "the turn before stands in this prompt, but its KV is at another engine or rank",
     "unknown": "the answer has not ended",
 }
 

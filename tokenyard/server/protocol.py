@@ -105,6 +105,7 @@ class SessionFields:
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     cache_control: dict[str, Any] | None = None
+    return_cached_tokens_details: bool | None = None
     nvext: dict[str, Any] | None = None
 
 

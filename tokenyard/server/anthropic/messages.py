@@ -5,6 +5,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,7 +14,7 @@ from tokenyard.base import InvalidRequestError
 from tokenyard.base.sessions import split_user
 from tokenyard.server.anthropic.client_tools import CLIENT_TOOLS
 from tokenyard.server.http.dialects import named_event
-from tokenyard.server.http.generate import CompletionOutput, RequestContext
+from tokenyard.server.http.generate import AddDetails, CompletionOutput, RequestContext, add_cached_tokens_details
 from tokenyard.server.openai.chat_output import has_tool_calls
 from tokenyard.server.openai.completions import prepare_chat, write_answer
 from tokenyard.server.parse.argument_types import loads_lenient
@@ -76,7 +77,7 @@ async def messages(call: RequestContext) -> None:
     chat.user = split_user(user)[0][:256] if isinstance(user, str) else None
     chat.output_ids, chat.return_token_ids = body.output_ids, body.return_token_ids
     job = await prepare_chat(call, chat)
-    writer = MessageWriter(job.head["model"])
+    writer = MessageWriter(job.head["model"], partial(add_cached_tokens_details, call))
     answer = await write_answer(call, job, writer)
     if not body.stream:
         await call.reply.whole(orjson.dumps(writer.whole(answer)))
@@ -243,9 +244,13 @@ def _choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 class MessageWriter:
-    """Writes one answer: as events of a stream, and as the message that these events add up to."""
+    """Writes one answer: as events of a stream, and as the message that these events add up to.
 
-    def __init__(self, model: str) -> None:
+    details: adds to the usage of an answer that has ended.
+    """
+
+    def __init__(self, model: str, details: AddDetails) -> None:
+        self._details = details
         self.message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -288,7 +293,12 @@ class MessageWriter:
 
     def whole(self, answer: CompletionOutput) -> dict[str, Any]:
         """The message, once its answer has ended."""
-        return {**self.message, "usage": _usage(answer)}
+        return {**self.message, "usage": self._usage(answer)}
+
+    def _usage(self, answer: CompletionOutput) -> dict[str, Any]:
+        usage = _usage(answer)
+        self._details(usage, answer)
+        return usage
 
     @property
     def _block(self) -> Block | None:
@@ -336,7 +346,7 @@ class MessageWriter:
         reason, sequence = _stop_reason(answer)
         self.message["stop_reason"], self.message["stop_sequence"] = reason, sequence
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        usage = _usage(answer)
+        usage = self._usage(answer)
         out.append(named_event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage}))
         out.append(named_event("message_stop", {"type": "message_stop"}))
         return out

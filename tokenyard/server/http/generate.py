@@ -12,6 +12,7 @@ from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.streams import Reader
 from tokenyard.server.engine_client import GenerateClient
 from tokenyard.server.http.errors import failure
+from tokenyard.server.http.prompt_history import CacheReport
 from tokenyard.server.http.streaming import HttpResponse
 from tokenyard.server.http.turns import Turn, read_turn
 from tokenyard.server.native.explain import stages_ms, wall_s
@@ -27,6 +28,10 @@ OnDelta = Callable[[int, OutputDelta], None]
 """Called with (index of the spec, delta)."""
 
 
+AddDetails = Callable[[dict[str, Any], "CompletionOutput"], None]
+"""Adds to a usage object what is known of an answer."""
+
+
 @dataclass(slots=True)
 class RequestContext:
     """An HTTP request being handled.
@@ -40,6 +45,7 @@ class RequestContext:
     messages, tools: the conversation and its tools, [] for a prompt that is none.
     reading: how the answer to a conversation is parsed, None for plain text.
     turn: the turn of a session that the request is; None before its answers are begun.
+    first_rid: the id of its first request, "" before that is begun.
     ended: the requests whose answers have ended by themselves, each with its tenant.
     age_ns: the time it spent at the router.
     """
@@ -54,6 +60,7 @@ class RequestContext:
     tools: list[dict[str, Any]] = field(default_factory=list)
     reading: ParserOptions | None = None
     turn: Turn | None = None
+    first_rid: str = ""
     ended: dict[str, str] = field(default_factory=dict)
     age_ns: int = 0
 
@@ -100,6 +107,16 @@ def usage_of(answers: Sequence[CompletionOutput], n: int) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
     }
+
+
+def add_cached_tokens_details(call: RequestContext, usage: dict[str, Any], answer: CompletionOutput) -> None:
+    """Add to a usage object, if the request asks for it, why its first prompt was cached as far as it was."""
+    if call.turn is None or not call.turn.wants_details or answer.finish is None:
+        return
+    report = call.state.prompts.report(call.first_rid)
+    if report is None:
+        report = CacheReport("first", prompt_tokens=answer.prompt_tokens, cached_tokens=answer.cached_tokens)
+    usage["cached_tokens_details"] = report.with_evicted(answer.finish.timings.evicted_tokens).describe()
 
 
 def usage_so_far(delta: OutputDelta) -> bytes:
@@ -199,6 +216,8 @@ async def run(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnD
 async def _run_one(call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
     spec.rid = spec.rid or uuid.uuid4().hex
     spec.age_ns = call.age_ns
+    if place == 0:
+        call.first_rid = spec.rid
     with call.state.open_request(spec.rid):
         if spec.session and call.messages:
             call.state.prompts.began(
@@ -207,6 +226,8 @@ async def _run_one(call: RequestContext, spec: GenerateReqInput, place: int, tak
                 spec.rid,
                 call.messages,
                 call.tools,
+                text=spec.text or "",
+                turn=spec.turn,
                 salt=spec.cache_salt,
                 adapter=spec.lora,
             )

@@ -4,6 +4,7 @@ Prompts are kept as digests of their parts, bounded in number, bytes and age. A 
 """
 
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,22 +19,34 @@ MAX_AGE_S = 3600.0
 MAX_LOST_TOKENS = 128
 """Tokens at the end of the turn before that need not be cached: the last page, and what a template writes there."""
 
-Cause = Literal["first", "other_salt", "other_adapter", "changed", "hit", "evicted", "lost", "unknown"]
+BLOCK_CHARS = 256
+"""Prompts as the chat template writes them are compared in blocks of this length."""
+
+MAX_TAIL_CHARS = 512
+"""Characters at the end of the prompt before that later prompts need not have, as the begin of an answer."""
+
+Cause = Literal[
+    "first", "elsewhere", "other_salt", "other_adapter", "changed", "hit", "evicted", "template", "lost", "unknown"
+]
 
 
 @dataclass(slots=True)
 class CacheReport:
     """Why a turn's prompt was cached as far as it was.
 
-    cause: "first": no turn of its session is known. "other_salt", "other_adapter": the turn before had another one.
-        "changed": the prompt differs from the one before in `part`. "hit": all of the one before was cached.
-        "evicted": it stands in this prompt, but KV of it was evicted. "lost": it stands in this prompt, but its KV is
-        at another engine or rank, or the chat template writes it differently now. "unknown": the answer has not begun.
+    cause: "first": it is the first turn of its session. "elsewhere": no turn of its session is known here, but there
+        were some: at another engine, before a restart or too long ago. "other_salt", "other_adapter": the turn before
+        had another one. "changed": the prompt differs from the one before in `part`. "hit": all of the one before was
+        cached. "evicted": it stands in this prompt, but KV of it was evicted. "template": its parts stand in this
+        prompt, but the chat template writes them differently now. "lost": it stands in this prompt, but its KV is at
+        another rank. "unknown": the answer has not begun.
     part: the first part of the turn before that changed, by its name in the conversation; "" for none.
     before: the request id of the turn before, "" for none.
     before_tokens: the tokens of its prompt.
     prompt_tokens, cached_tokens: those of this turn.
     evicted_tokens: tokens of the prompt before that had been evicted when this turn started.
+    same_chars: characters that the text of this prompt and that of the one before begin with, to within a block.
+    rewritten: whether much of the text before does not stand in this one, though it may have the same parts.
     """
 
     cause: Cause = "unknown"
@@ -43,6 +56,8 @@ class CacheReport:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     evicted_tokens: int = 0
+    same_chars: int = 0
+    rewritten: bool = False
 
     def with_evicted(self, tokens: int) -> "CacheReport":
         """The report, given how many tokens of the prompt before the scheduler had evicted."""
@@ -58,7 +73,9 @@ class CacheReport:
 class Prompt:
     """The prompt of a turn.
 
-    names, digests: of its parts; digests are joined.
+    names, digests: of its parts.
+    chars: the length of its text as the template writes it.
+    blocks: a hash of each whole block of `BLOCK_CHARS` of that text.
     """
 
     rid: str
@@ -68,11 +85,13 @@ class Prompt:
     digests: list[bytes] = field(default_factory=list)
     tokens: int = 0
     at_s: float = 0.0
+    chars: int = 0
+    blocks: "array[int]" = field(default_factory=lambda: array("q"))
 
     @property
     def nbytes(self) -> int:
         """Its size in bytes, about."""
-        return 200 + len(self.digests) * (DIGEST_BYTES + 50)
+        return 200 + len(self.digests) * (DIGEST_BYTES + 50) + len(self.blocks) * self.blocks.itemsize
 
 
 class PromptHistory:
@@ -99,18 +118,28 @@ class PromptHistory:
         messages: Sequence[Any],
         tools: Sequence[Any],
         *,
+        text: str = "",
+        turn: int = 0,
         salt: str = "",
         adapter: str = "",
     ) -> CacheReport:
-        """A turn arrives; its prompt takes the place of the one before. The report gets its cause with `answered`."""
+        """A turn arrives; its prompt takes the place of the one before. The report gets its cause with `answered`.
+
+        text: the prompt as the chat template writes it.
+        turn: its index in the session.
+        """
         parts = [(name, digest(content)) for name, content in parts_of(tools, messages)]
         prompt = Prompt(rid, salt, adapter, [name for name, _ in parts], [one for _, one in parts], at_s=self._clock())
+        prompt.chars = len(text)
+        # Hashes of str are of 64 bits with a key of this process: as good as a digest here, and much faster.
+        ends = range(BLOCK_CHARS, len(text) + 1, BLOCK_CHARS)
+        prompt.blocks = array("q", (hash(text[end - BLOCK_CHARS : end]) for end in ends))
         before = self._last.pop((tenant, session), None)
         if before is not None:
             self._bytes -= before.nbytes
             if before.at_s < prompt.at_s - MAX_AGE_S:
                 before = None
-        report = _compared(before, prompt)
+        report = _compared(before, prompt, turn)
         self._last[tenant, session] = prompt
         self._bytes += prompt.nbytes
         while self._bytes > MAX_HISTORY_BYTES or len(self._last) > MAX_SESSIONS:
@@ -129,7 +158,8 @@ class PromptHistory:
             return
         report.prompt_tokens, report.cached_tokens = prompt_tokens, cached_tokens
         if report.cause == "unknown":
-            report.cause = "hit" if cached_tokens >= report.before_tokens - MAX_LOST_TOKENS else "lost"
+            missed: Cause = "template" if report.rewritten else "lost"
+            report.cause = "hit" if cached_tokens >= report.before_tokens - MAX_LOST_TOKENS else missed
 
     def closed(self, tenant: str, session: str) -> None:
         """A session has no further turns."""
@@ -138,10 +168,12 @@ class PromptHistory:
             self._bytes -= prompt.nbytes
 
 
-def _compared(before: Prompt | None, prompt: Prompt) -> CacheReport:
+def _compared(before: Prompt | None, prompt: Prompt, turn: int) -> CacheReport:
     if before is None:
-        return CacheReport("first")
+        return CacheReport("elsewhere" if turn else "first")
     report = CacheReport(before=before.rid, before_tokens=before.tokens)
+    report.same_chars = _same_chars(before, prompt)
+    report.rewritten = report.same_chars < before.chars - MAX_TAIL_CHARS - BLOCK_CHARS
     place = first_difference(before.digests, prompt.digests)
     if before.salt != prompt.salt:
         report.cause = "other_salt"
@@ -150,3 +182,10 @@ def _compared(before: Prompt | None, prompt: Prompt) -> CacheReport:
     elif place is not None:
         report.cause, report.part = "changed", before.names[place]
     return report
+
+
+def _same_chars(before: Prompt, prompt: Prompt) -> int:
+    """The characters that both texts begin with, rounded down to whole blocks."""
+    pairs = zip(before.blocks, prompt.blocks, strict=False)
+    same = next((place for place, (one, two) in enumerate(pairs) if one != two), None)
+    return BLOCK_CHARS * (min(len(before.blocks), len(prompt.blocks)) if same is None else same)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 DEFAULT_TTL_S = 300
 """Seconds that `cache_control` without a `ttl` asks for, as in Anthropic's API."""
 
+DETAILS_HEADER = "x-return-cached-tokens-details"
+"""For clients that can set headers and no fields; else SGLang's field `return_cached_tokens_details`."""
+
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_TTL_S = 7 * 86_400
 
@@ -35,6 +38,7 @@ class _TurnFields(msgspec.Struct):
     prompt_cache_key: Any = None
     metadata: Any = None
     prompt_cache_retention: Any = None
+    return_cached_tokens_details: Any = None
 
 
 _DECODER = msgspec.json.Decoder(_TurnFields)
@@ -47,11 +51,13 @@ class Turn:
     session: the session, "" for none.
     index: its index in the session, from 0.
     ttl_ns: how long its KV is asked to be kept, -1 for not said.
+    wants_details: whether the usage is to say why its prompt was cached as far as it was.
     """
 
     session: str = ""
     index: int = 0
     ttl_ns: int = -1
+    wants_details: bool = False
 
 
 async def read_turn(call: "RequestContext") -> Turn:
@@ -68,9 +74,10 @@ def _read(call: "RequestContext") -> Turn:
     responses = call.state.responses
     session = named_session(fields, call.headers.get, lambda name: responses.session_of(name, call.tenant))
     session = session or derived_session(call.messages)
+    wants = found.return_cached_tokens_details is True or call.headers.get(DETAILS_HEADER) in ("1", "true")
     if not session:
-        return Turn()
-    return Turn(session, turn_of(call.messages), _ttl_ns(call.body, found.prompt_cache_retention))
+        return Turn(wants_details=wants)
+    return Turn(session, turn_of(call.messages), _ttl_ns(call.body, found.prompt_cache_retention), wants)
 
 
 def _ttl_ns(body: bytes, retention: Any) -> int:

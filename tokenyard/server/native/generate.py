@@ -9,7 +9,14 @@ import orjson
 from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, LogprobOptions
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.paused_requests import PausedRequests
-from tokenyard.server.http.generate import CompletionOutput, RequestContext, collect, run, weights_of_answer
+from tokenyard.server.http.generate import (
+    CompletionOutput,
+    RequestContext,
+    add_cached_tokens_details,
+    collect,
+    run,
+    weights_of_answer,
+)
 from tokenyard.server.http.large_bodies import run_off_loop
 from tokenyard.server.http.streaming import DONE
 from tokenyard.server.openai.completions import begun_elsewhere
@@ -254,6 +261,7 @@ def _result(call: RequestContext, job: PreparedNativeRequest, index: int, answer
         meta["e2e_latency"] = (answer.finish.finished_ns - answer.finish.arrival_ns) / NS_PER_S
         meta["retractions"] = answer.finish.retractions
         meta |= weights_of_answer(answer.finish)
+    add_cached_tokens_details(call, meta, answer)
     if spec.logprobs is not None:
         meta |= _logprob_meta(call, job, answer, spec.input_ids)
     return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}

@@ -220,6 +220,8 @@ class OllamaWriter:
             "total_duration": time.monotonic_ns() - self._began_ns,
             "load_duration": 0,
             "prompt_eval_count": answer.prompt_tokens,
+            # Not in Ollama's API: which of them were in the prefix cache.
+            "prompt_eval_cached_count": answer.cached_tokens,
             "prompt_eval_duration": max(0, finish.first_token_ns - finish.admitted_ns),
             "eval_count": answer.completion_tokens,
             "eval_duration": max(0, finish.finished_ns - finish.first_token_ns),

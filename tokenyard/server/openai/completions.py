@@ -13,6 +13,7 @@ from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.server.http.generate import (
     CompletionOutput,
     RequestContext,
+    add_cached_tokens_details,
     collect,
     run,
     stage_times,
@@ -351,18 +352,20 @@ def _whole(call: RequestContext, job: PreparedRequest, answers: list[CompletionO
         for answer in answers:
             _without_output(answer)
     choices = [_choice(call, job, index, answer) for index, answer in enumerate(answers)]
-    content = {**job.head, "choices": choices, "usage": _usage(job, answers)}
+    content = {**job.head, "choices": choices, "usage": _usage(call, job, answers)}
     if job.body.return_x_sched and answers[0].finish is not None:
         content["x_sched"] = stage_times(answers[0].finish, job.specs[0])
     return content
 
 
-def _usage(job: PreparedRequest, answers: list[CompletionOutput]) -> dict[str, Any]:
+def _usage(call: RequestContext, job: PreparedRequest, answers: list[CompletionOutput]) -> dict[str, Any]:
     """The usage object, with completion_tokens_details if there are any."""
     details = reasoning_usage(answers) if job.reading is not None else {}
     if job.body.prediction is not None:
         details |= prediction_usage(answers)
-    return usage_of(answers, job.n) | ({"completion_tokens_details": details} if details else {})
+    usage = usage_of(answers, job.n) | ({"completion_tokens_details": details} if details else {})
+    add_cached_tokens_details(call, usage["prompt_tokens_details"], answers[0])
+    return usage
 
 
 def _without_output(answer: CompletionOutput) -> None:
@@ -444,7 +447,7 @@ async def _stream(call: RequestContext, job: PreparedRequest) -> None:
             chunk = _full_chunk(call, job, writer, delta, answers[index], offsets, index)
         left -= delta.finish is not None
         if not left:
-            chunk += _closing(job, answers)
+            chunk += _closing(call, job, answers)
         if opening or chunk:
             call.reply.write(opening + chunk)
 
@@ -514,14 +517,14 @@ def _full_chunk(
     )
 
 
-def _closing(job: PreparedRequest, answers: list[CompletionOutput]) -> bytes:
+def _closing(call: RequestContext, job: PreparedRequest, answers: list[CompletionOutput]) -> bytes:
     """The end of a stream: a chunk with usage and stage times if requested, and [DONE]."""
     if job.drop_output:
         for answer in answers:
             _without_output(answer)
     extra: dict[str, Any] = {}
     if job.want_usage:
-        extra["usage"] = _usage(job, answers)
+        extra["usage"] = _usage(call, job, answers)
     if job.body.return_x_sched and answers[0].finish is not None:
         extra["x_sched"] = stage_times(answers[0].finish, job.specs[0])
     return (closing_event(job.head, extra) if extra else b"") + DONE

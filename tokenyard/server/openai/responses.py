@@ -5,13 +5,14 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
 
 from tokenyard.base import ContextLengthError, InvalidRequestError
 from tokenyard.server.http.dialects import named_event
-from tokenyard.server.http.generate import CompletionOutput, RequestContext
+from tokenyard.server.http.generate import AddDetails, CompletionOutput, RequestContext, add_cached_tokens_details
 from tokenyard.server.openai.chat_output import reasoning_tokens
 from tokenyard.server.openai.completions import prepare_chat, write_answer
 from tokenyard.server.openai.response_tools import ResponseTools, call_of, input_of, read_tools
@@ -87,7 +88,8 @@ async def responses(call: RequestContext) -> None:
     if body.truncation == "auto":
         await _truncate(call, chat)
     job = await prepare_chat(call, chat)
-    writer = ResponseWriter(body, tools, job.head["model"], lambda response: _keep(call, body, items, response))
+    details = partial(add_cached_tokens_details, call)
+    writer = ResponseWriter(body, tools, job.head["model"], lambda made: _keep(call, body, items, made), details)
     if job.reading is not None:
         job.reading.id_seed = writer.response["id"]
     await write_answer(call, job, writer)
@@ -231,10 +233,18 @@ class ResponseWriter:
     """Writes one response, as stream events and as a whole.
 
     Both are built from one list of items, so that their ids are equal. `keep` gets the finished response before its
-    last event.
+    last event. `details` adds to the details of its input tokens.
     """
 
-    def __init__(self, body: ResponsesRequest, tools: ResponseTools, model: str, keep: Callable[[Item], None]) -> None:
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        tools: ResponseTools,
+        model: str,
+        keep: Callable[[Item], None],
+        details: AddDetails,
+    ) -> None:
+        self._details = details
         self._keep, self._continued, self._tools = keep, body.continued_response, tools
         self.response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -390,6 +400,7 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens(answer)},
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         }
+        self._details(self.response["usage"]["input_tokens_details"], answer)
         self._keep(self.response)
         out.append(self._event(f"response.{status}", response=self.response))
         return out
