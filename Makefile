@@ -17,7 +17,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS = $(shell $(BIN)/python -c "import os; print(min(4, os.cpu_count() + 1))")
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: serve fleet test test-all test-world test-triton goodput clients lint package docs clean
+.PHONY: serve fleet test test-all test-world test-triton goodput clients agents lint package docs clean
 
 serve: .venv/serve  ## serve the embedded demo model on 127.0.0.1:30000
 	$(BIN)/tokenyard serve $(ARGS)
@@ -31,7 +31,7 @@ test: .venv/dev  ## run the tests, in parallel
 test-all: .venv/dev  ## run the slow ones too: whole matrices, soaks, long searches
 	TOKENYARD_TEST_ALL=1 $(PYTEST) $(PARALLEL) -m 'not world' $(ARGS)
 
-test-world: .venv/dev clients  ## run what needs other packages and programs; note the date with the result
+test-world: .venv/dev clients agents  ## run what needs other packages and programs; note the date with the result
 	$(PYTEST) -m world $(ARGS) || test $$? -eq 5  # 5: no test is marked so
 	date -u
 
@@ -48,6 +48,9 @@ goodput: .venv/dev  ## hold goodput on the recorded traces to its goals, in the 
 
 clients: .venv/serve  ## try other projects' clients against a running server, each in an environment of its own
 	CLIENT_PIP_FLAGS="$(TORCH_FLAGS)" $(BIN)/python -m tests.clients.run $(ARGS)
+
+agents: .venv/serve  ## try coding agents through a router, one engine of which is killed; needs npm
+	$(BIN)/python -m tests.clients.coding_agents $(ARGS)
 
 lint: .venv/dev  ## style and types
 	$(BIN)/ruff check .
