@@ -192,6 +192,7 @@ def test_a_pause_that_aborts_returns_what_there_is(server, models):
     assert 0 < meta["completion_tokens"] < 200
 
 
+@pytest.mark.slow
 def test_a_process_that_restarts_gets_the_weights_again(server, models):
     (_, b), root = models[0].values(), models[1]
     assert update(server, root / "b", weight_version="kept")[0] == 200
@@ -274,6 +275,7 @@ def resident_bytes(server):
     return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_and_taken_again(models):
     a, root = models[0]["a"], models[1]
     running = Server(str(root / "a"), *FLAGS, "--max-total-tokens", "200000")
@@ -350,6 +352,7 @@ print(json.dumps(answers))
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_broadcasts_weights(server, models):
     (_, b), root = models[0].values(), models[1]
     assert update(server, root / "a", weight_version="base")[0] == 200

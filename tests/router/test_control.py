@@ -148,12 +148,24 @@ def test_unknown_paths():
     run(main())
 
 
-def test_levers_go_to_all_workers():
+def test_files_and_batches_are_at_engines():
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (_, client):
+            for path in ("/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/batch_1/cancel"):
+                got = await client.ask("POST", path, b"{}")
+                assert (got.status, got.json["error"]["code"]) == (404, "not_found")
+            assert worker.asked == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/update_weights_from_disk"])
+def test_levers_go_to_all_workers(path):
     async def main():
         async with FakeWorker() as a, FakeWorker() as b, routing(a, b) as (router, client):
             await client.complete("x " * 900)
             assert router.index.bytes > 0
-            got = await client.ask("POST", "/flush_cache")
+            got = await client.ask("POST", path, b"{}")
             assert got.json["success"] is True
             assert sorted(len(worker.asked) for worker in (a, b)) == [1, 2]
             assert router.index.bytes == 0, "nothing is remembered of caches that were flushed"

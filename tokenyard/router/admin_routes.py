@@ -40,6 +40,9 @@ FAN_OUT = {
 }
 """Paths that go to all workers, and how long a worker may take."""
 
+OF_ENGINES = ("/v1/files", "/v1/batches")
+"""Paths of what one engine keeps."""
+
 EMPTY_CACHE = ("/flush_cache", "/update_weights_from_disk")
 """Those of them after which a worker has nothing in its cache that a request can use."""
 
@@ -123,7 +126,8 @@ class Control:
     def takes(self, request: ClientRequest) -> bool:
         """Whether a request is for the router itself."""
         path = request.path
-        return path in OWN_PATHS or path.startswith(("/workers/", "/v1/models/")) or _is_page(request)
+        own = ("/workers/", "/v1/models/", *OF_ENGINES)
+        return path in OWN_PATHS or path.startswith(own) or _is_page(request)
 
     def answer(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer it. Raises TokenyardError for an invalid request."""
@@ -137,6 +141,10 @@ class Control:
             name, content_type = ROUTER_PAGE[path]
             front.answer(200, read_file(name), [(b"content-type", content_type.encode()), *PAGE_HEADERS])
             return None
+        if path.startswith(OF_ENGINES):
+            # Any worker might get such a request, and only the one that has the file or the batch can answer it.
+            message = "files and batches are kept by one engine; send them to its own address (docs/batches.md)"
+            raise RouterError(404, message, code="not_found")
         if path in OPEN_PATHS:
             self._probe(front, path)
             return None
