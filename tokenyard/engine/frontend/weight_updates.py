@@ -15,9 +15,11 @@ from tokenyard.engine.frontend.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 
+MEMORY_TAGS = ("kv_cache", "weights")
+"""Kinds of memory that can be released."""
+
 PREPARE_TIMEOUT_S = 3600.0
 GROUP_TIMEOUT_S = 360.0
-MEMORY_TAGS = ("kv_cache", "weights")
 USE_TIMEOUT_S = 600.0
 """Timeout of a swap, which waits for the steps in flight."""
 
@@ -37,14 +39,16 @@ class WeightUpdate:
 
 
 class WeightUpdates:
-    """Used from one event loop. `lock` is held while weights change, so that no pause begins or ends meanwhile.
+    """Used from one event loop. Updates take place one after the other.
 
+    lock: held while weights are swapped, so that no pause begins or ends meanwhile.
     files: where tensors are kept that were sent.
     version: of the weights in use, "" for those that the engine started with.
     """
 
     def __init__(self, ranks: DataParallelController) -> None:
         self.lock = asyncio.Lock()
+        self._updating = asyncio.Lock()
         self.version = ""
         self.files = WeightFiles()
         self.released: set[str] = set()
@@ -62,7 +66,7 @@ class WeightUpdates:
 
         Raises ConfigError for weights that do not fit or are damaged, and what the schedulers' calls raise.
         """
-        async with self.lock:
+        async with self._updating:
             return await self._update(update)
 
     def stage(self, path: Path) -> int:
@@ -74,7 +78,7 @@ class WeightUpdates:
         """Put the tensors of all staged files in use at once, or of none; returns the version. The files are removed
         in any case. Raises what `update` raises.
         """
-        async with self.lock:
+        async with self._updating:
             staged, self._staged = self._staged, []
             received, self._received = self._received, False
             if not staged and not received:
@@ -91,7 +95,7 @@ class WeightUpdates:
         """Have all ranks give memory back. Raises ConfigError while requests are open, and for what cannot be given
         back; then nothing is released.
         """
-        async with self.lock:
+        async with self._updating:
             try:
                 await self._ranks.call("release_memory", None, tags=sorted(tags))
             except BaseException:
@@ -103,7 +107,7 @@ class WeightUpdates:
 
     async def resume(self, tags: Collection[str]) -> None:
         """Have all ranks take memory again. Raises ConfigError if weights cannot be read; they then stay released."""
-        async with self.lock:
+        async with self._updating:
             await self._ranks.call("resume_memory", Any, PREPARE_TIMEOUT_S, tags=sorted(tags))
             self.released -= set(tags)
 
@@ -149,7 +153,8 @@ class WeightUpdates:
         self.version = version = update.version or str(self._count)
         self._folder = source.folder
         self.released.discard("weights")
-        await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
+        async with self.lock:
+            await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
         # What the balancer expects to be cached is KV of the old weights.
         self._ranks.balancer.flushed()
         return version
