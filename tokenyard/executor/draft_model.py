@@ -201,15 +201,17 @@ class ModelDrafter:
         for place, (pool_row, start) in enumerate(zip(pool_rows.tolist(), starts.tolist(), strict=True)):
             firsts[place] = self._take_in(pool_row, self._unseen(pool_row, start), start)
             runs.append(self.rows[pool_row].ids[firsts[place] : start + 1])
-        drafts = np.zeros((len(pool_rows), int(counts.max())), np.int32)
         logits, places = self._compute(pool_rows, firsts, runs), np.arange(len(pool_rows))
-        for index in range(drafts.shape[1]):
-            after = starts[places] + index + 1
-            drafts[places, index] = self._choose(logits, pool_rows[places], after).cpu().numpy()
+        found = torch.zeros(int(counts.max()), len(pool_rows), dtype=torch.int64, device=self._device)
+        for index in range(len(found)):
+            chosen = self._choose(logits, pool_rows[places], starts[places] + index + 1)
+            found[index, upload((places,), self._device)[0]] = chosen
             places = np.flatnonzero(counts > index + 1)
             if len(places):
-                inputs = drafts[places, index : index + 1].tolist()
-                logits = self._compute(pool_rows[places], starts[places] + index + 1, inputs)
+                inputs = found[index, upload((places,), self._device)[0]]
+                logits = self._compute_next(pool_rows[places], starts[places] + index + 1, inputs)
+        # The host waits once, for all drafts: each is the input of the next on the device.
+        drafts: Int32Array = found.T.cpu().numpy().astype(np.int32)
         if sum(map(len, runs)) <= 2 * len(runs):
             # Longer runs measure catching up, not drafting.
             self._times.drafted((self.clock() - began) / drafts.shape[1])
@@ -241,16 +243,27 @@ class ModelDrafter:
         rows = np.repeat(pool_rows, counts)
         positions = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
         columns = upload((np.concatenate(runs), positions, rows), self._device)
-        slots = self._pages.slots(columns[2], columns[1]).to(torch.int64)
+        return self._step(columns[0], columns[1], columns[2], firsts, counts)
+
+    def _compute_next(self, pool_rows: Int32Array, positions: Int64Array, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the draft model over one token of each row, int64[n] on the device; logits after each."""
+        columns = upload((positions, pool_rows), self._device)
+        return self._step(tokens, columns[0], columns[1], positions, np.ones(len(pool_rows), np.int64))
+
+    def _step(
+        self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, firsts: Int64Array, counts: Int64Array
+    ) -> torch.Tensor:
+        """Run the draft model over tokens (int64[T] columns on the device) of runs; logits at each run's end."""
+        slots = self._pages.slots(rows, positions).to(torch.int64)
         self._valid[slots] = True
         batch = ForwardBatch(
-            token_ids=columns[0],
-            positions=columns[1],
+            token_ids=tokens,
+            positions=positions,
             slots=slots,
-            pool_rows=columns[2],
-            logit_tokens=upload((ends - 1,), self._device)[0],
+            pool_rows=rows,
+            logit_tokens=upload((np.cumsum(counts) - 1,), self._device)[0],
             starts=firsts.astype(np.int64),
             counts=counts,
-            decode_rows=len(runs) if ends[-1] == len(runs) else 0,
+            decode_rows=len(counts) if len(tokens) == len(counts) else 0,
         )
         return self.model.step(batch)
