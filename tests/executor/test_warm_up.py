@@ -1,11 +1,12 @@
 """The steps before the first request, which touch page 0 alone and change no answer; and a step without memory."""
 
+import numpy as np
 import pytest
 import torch
 
 from tests.executor.small_pool import run_all_kinds
 from tests.executor.tiny_models import greedy, prompt_of
-from tokenyard.base import TokenyardError
+from tokenyard.base import DRAFT, TokenyardError
 from tokenyard.executor.warm_up import CHUNKS, plans, warm_up
 
 
@@ -31,6 +32,27 @@ def test_a_draft_model_computes_runs_of_all_kinds(make_driver, folder):
     drafter.warm_up(CHUNKS)
     assert tuple(lengths) == CHUNKS
     assert not drafter.rows
+
+
+def test_drafts_come_to_the_host_once(make_driver, folder, monkeypatch):
+    driver = make_driver("llama", page_size=16, draft_tokens=3, draft_model=folder("llama"))
+    prompt, to_host = prompt_of(9, seed=1), torch.Tensor.cpu
+    row, copies = driver.start(prompt), []
+    driver.step((row, None))
+    plan = driver.plan([(row, 1)])
+    plan.counts, plan.samples, plan.decode_rows, plan.verify_rows = *np.full((2, 1), 4, np.int32), 0, 1
+    plan.tokens = np.array([row.known[-1], DRAFT, DRAFT, DRAFT], np.int32)
+
+    def counted(tensor):
+        copies.append(tensor.shape)
+        return to_host(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    with torch.inference_mode():
+        tokens = driver.executor.drafter.fill_in(plan)
+    # The draft model is the model, so its drafts are what follows.
+    assert tokens.tolist() == greedy("llama", prompt, 4)
+    assert len(copies) == 1
 
 
 def test_a_short_context_gets_the_steps_that_fit_it():

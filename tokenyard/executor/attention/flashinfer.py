@@ -87,8 +87,8 @@ class FlashInferAttention(FusedKvWriteAttention):
     """A FusedKvWriteAttention by flashinfer: decodes by its decode wrapper, all other rows by that of prompts on a
     prefix.
 
-    A step is planned once for each size of window. A plan depends on lengths, so steps cannot be recorded as CUDA
-    graphs.
+    A step is planned once for each size of window. Steps are not recorded as CUDA graphs: a plan depends on lengths, so
+    each replay would need its own, in buffers that stay (the package's `use_cuda_graph`).
     """
 
     def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
