@@ -11,9 +11,11 @@ from tokenyard.policy.state_retention import STATE_RETENTIONS, LastState
 from tokenyard.scheduler import Scheduler
 
 
-def make_yard(slots=50, tokens=400, page_size=1, interval=8, depth=1, answer_tokens=None, context=240, **fields):
+def make_yard(
+    slots=50, tokens=400, page_size=1, interval=8, depth=1, answer_tokens=None, context=240, slot_pages=0, **fields
+):
     """A yard whose device checks the state that each row continues from."""
-    states = StateGroup(slots, track_interval=interval)
+    states = StateGroup(slots, track_interval=interval, slot_pages=slot_pages)
     info = make_info(tokens // page_size, page_size, rows=8, context=context, states=states)
     settings = SchedulerSettings(
         page_size=page_size,
@@ -67,9 +69,13 @@ def test_a_third_prompt_hits_where_two_branched_off(policy):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", STATE_RETENTIONS)
-def test_every_turn_of_a_conversation_hits_while_others_evict(policy, depth):
-    yard = make_yard(slots=6, tokens=500, context=600, depth=depth, mamba_retention_policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "pool"),
+    [*((name, {"slots": 6, "tokens": 500}) for name in STATE_RETENTIONS), ("worth", {"tokens": 740, "slot_pages": 40})],
+)
+def test_every_turn_of_a_conversation_hits_while_others_evict(policy, pool, depth):
+    """Also where checkpoints are in pages of the KV pool."""
+    yard = make_yard(context=600, depth=depth, mamba_retention_policy=policy, **{"slots": 18} | pool)
     prompt, hits = prompt_of(8, 20), []
     for turn in range(30):
         hit, answer = ask(yard, prompt, max_new=9, depth=depth)

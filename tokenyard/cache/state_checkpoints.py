@@ -90,7 +90,7 @@ class StateCheckpoints(PrefixListener):
     listeners: called with pages of the tree (int32[n]) that have gained or lost a checkpoint.
     now: the time (ns) of the step that is planned.
 
-    By slot, int64[num_slots + 1] each:
+    By slot, int64[num_slots + 2] each; the last place is for a newcomer until it has a slot:
     page: the page of a slot, 0 for a free one.
     tokens: the length of its prefix.
     saved: tokens from the checkpoint before it on, which a hit saves.
@@ -129,9 +129,9 @@ class StateCheckpoints(PrefixListener):
         self.listeners: list[Callable[[Int32Array], None]] = []
         self.now = 0
         self.page, self.tokens, self.saved, self.before, self.kind, self.hits, self.used_ns, self.rank = (
-            np.zeros(num_slots + 1, np.int64) for _ in range(8)
+            np.zeros(num_slots + 2, np.int64) for _ in range(8)
         )
-        self.nodes: list[Any] = [None] * (num_slots + 1)
+        self.nodes: list[Any] = [None] * (num_slots + 2)
         self._tick = 0
         self._pool_rows = pool_rows
         # The pages of the last two states that each pool row saved while it decoded, 0 for none.
@@ -209,29 +209,36 @@ class StateCheckpoints(PrefixListener):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, page: int, tokens: int = 0, kind: int = PROMPT, saved: int = 0) -> bool:
+    def save(self, page: int, tokens: int = 0, kind: int = PROMPT, saved: int = 0, after: int = 0) -> bool:
         """Take a slot for the state after `page`, which is private to a row; False if none is worth less.
 
-        tokens: of the prefix. saved: those that a hit there saves, compared with one before.
+        tokens: of the prefix. saved: those that a hit there saves, compared with the checkpoint of page `after`, which
+            it continues; that one is worth less from now on.
         """
         if self.of[page]:
             return True
-        # Slot 0 stands for the newcomer until it has one.
-        self.tokens[0], self.kind[0], self.saved[0], self.used_ns[0] = tokens, kind, saved, self.now
+        self.tokens[-1], self.kind[-1], self.saved[-1], self.used_ns[-1] = tokens, kind, saved, self.now
+        previous = int(self.of[after])
+        hits = self.hits[previous]
+        if previous and not (self.before == previous).any():
+            self.hits[previous] = 0
+        self.before[-1] = previous
         pages = self._room_for_newcomer()
+        self.before[-1] = 0
+        if self.of[after] == previous:
+            self.hits[previous] = hits
         if pages is not None:
             slot = int(self.allocator.alloc(1)[0])
             self._pages[slot] = pages
             for column in (self.tokens, self.kind, self.saved, self.used_ns):
-                column[slot] = column[0]
+                column[slot] = column[-1]
             self.page[slot], self.before[slot], self.hits[slot] = page, 0, 0
             self.of[page] = slot
             self.evictable += 1
             self._touch(slot)
-        self.tokens[0] = self.saved[0] = 0
         return pages is not None
 
-    def track(self, pool_row: int, page: int, tokens: int = 0, saved: int = 0) -> bool:
+    def track(self, pool_row: int, page: int, tokens: int = 0, saved: int = 0, after: int = 0) -> bool:
         """`save` for a row that decodes, which keeps the last two of such states.
 
         The step in flight may turn out to lie behind a stop, so the last state alone may be one token too late.
@@ -239,10 +246,10 @@ class StateCheckpoints(PrefixListener):
         superseded, last = self._tracked[pool_row].tolist()
         if superseded and self.of[superseded]:
             self.free_pages(np.array([superseded], np.int32))
-        self._tracked[pool_row] = last, 0
-        if not self.save(page, tokens, ANSWER, saved):
+        if not self.save(page, tokens, ANSWER, saved, after):
+            self._tracked[pool_row] = 0, last
             return False
-        self._tracked[pool_row, 1] = page
+        self._tracked[pool_row] = last, page
         return True
 
     def start_row(self, pool_row: int) -> None:
@@ -314,6 +321,8 @@ class StateCheckpoints(PrefixListener):
             if node is not None:
                 assert node.pages[self._place(slot, node)] == self.page[slot], "a checkpoint is at another node"
                 assert self.before[slot] == self._before(slot), "a checkpoint follows another one"
+                saved = self.tokens[slot] - self.tokens[self.before[slot]]
+                assert self.saved[slot] == saved, "a checkpoint saves another number of tokens"
 
     # ---- PrefixListener --------------------------------------------------------------------------------------------
 
@@ -339,8 +348,8 @@ class StateCheckpoints(PrefixListener):
     # ---- internals -------------------------------------------------------------------------------------------------
 
     def _room_for_newcomer(self) -> Int32Array | None:
-        """Make room for a slot with the values of slot 0; returns the pages for it, None if there is no room."""
-        newcomer = np.zeros(1, np.int32)
+        """Make room for the newcomer; returns the pages for its checkpoint, None if there is no room."""
+        newcomer = np.array([self.num_slots + 1], np.int32)
         if self._shared is not None:
             if not self.num_slots:
                 return None

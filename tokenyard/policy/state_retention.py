@@ -125,7 +125,7 @@ class WorthOfStates(StatesPerPath):
         return int(kind), states.now - int(states.used_ns[slot])
 
     def _classes(self, states: StateCheckpoints, slots: Int32Array) -> Int32Array:
-        inner = np.zeros(states.num_slots + 1, np.bool_)
+        inner = np.zeros(states.num_slots + 2, np.bool_)
         inner[states.before] = True
         inner[0] = False
         found: Int32Array = (4 * states.kind[slots] + 2 * inner[slots] + (states.hits[slots] > 0)).astype(np.int32)

@@ -26,7 +26,7 @@ class Chunk:
 class StateSave:
     """The recurrent states of a pool row after its tokens before `position`, of which `page` is the last.
 
-    kind, saved: see `StateCheckpoints.save`.
+    kind, saved, after: see `StateCheckpoints.save`.
     """
 
     pool_row: int
@@ -34,6 +34,7 @@ class StateSave:
     page: int
     kind: int
     saved: int
+    after: int
 
 
 class PlanBuilder:
@@ -149,9 +150,9 @@ class PlanBuilder:
         for save in self._state_saves:
             assert states is not None
             if save.kind == ANSWER:
-                states.track(save.pool_row, save.page, save.position, save.saved)
+                states.track(save.pool_row, save.page, save.position, save.saved, save.after)
             else:
-                states.save(save.page, save.position, save.kind, save.saved)
+                states.save(save.page, save.position, save.kind, save.saved, save.after)
         # A later one may have taken the slot of an earlier one.
         for save in self._state_saves:
             if states is not None and states.of[save.page]:

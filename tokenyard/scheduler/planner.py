@@ -157,8 +157,9 @@ class Planner:
             pool_row = int(table.pool_row[row])
             page = int(memory.pool.page_table[pool_row, end // memory.page_size - 1])
             # Without it the next turn would begin at the end of the prompt.
-            saved = end - int(table.target[row])
-            builder.save_state(StateSave(pool_row, end, page, ANSWER, saved))
+            column = (int(table.target[row]) - 1) // memory.page_size
+            prompt = int(memory.pool.page_table[pool_row, column - 1]) if column else 0
+            builder.save_state(StateSave(pool_row, end, page, ANSWER, end - column * memory.page_size, prompt))
 
     def should_wait_to_verify(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
         """Whether rows that are ready to verify should wait for the others, whose last step is in flight.

@@ -330,7 +330,8 @@ class PrefillAdder:
         branch = self._table.request_state(row).branch_tokens
         for position, kind in states.retention.positions(start, end, branch, last, states.roomy):
             page = int(self._memory.pool.page_table[pool_row, position // size - 1])
-            self._builder.save_state(StateSave(pool_row, position, page, kind, position - before))
+            after = int(self._memory.pool.page_table[pool_row, before // size - 1]) if before else 0
+            self._builder.save_state(StateSave(pool_row, position, page, kind, position - before, after))
             before = position
 
     def _row_start(self, row: int, pool_row: int) -> RowStart:
