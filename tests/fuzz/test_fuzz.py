@@ -36,10 +36,9 @@ def test_what_was_found_is_refused(target, data):
 def test_a_short_search_finds_nothing(name):
     search = Search(TARGETS[name], random.Random(1))
     search.begin()
-    for _ in range(40 if name in ("tape", "slab") else 300):
+    for _ in range(60 if name in ("tape", "slab") else 1000):
         search.step()
     assert search.found == {}
-    assert len(search.corpus) > len(TARGETS[name].seeds()) or name in ("plan", "lookahead")
 
 
 def test_a_defect_is_found_and_shrunk():

@@ -9,7 +9,6 @@
 | prefills that hold all pages | prefills; the oldest keeps its pages |
 """
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +22,7 @@ from tokenyard.base import KvAvailable, SchedulerSettings, TenantSettings
 from tokenyard.scheduler.row_state import RowState
 
 SEEDS = 80
-ENOUGH = math.inf if ALL else 10
+ENOUGH = 40 if ALL else 10
 """So many times of a way are looked at."""
 PRIORITIES = {"enable_priority_scheduling": True}
 URGENCY = {
