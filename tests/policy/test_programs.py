@@ -189,3 +189,15 @@ def test_requests_without_a_session_are_active_only_while_they_run():
     yard.submit([9] * 20, max_new=30)
     started(yard, 1)
     assert started(yard, yard.submit([5] * 150, max_new=2))
+
+
+def test_sessions_that_are_not_active_start_in_the_order_of_their_turns():
+    """A small one that would fit waits behind a large one that does not."""
+    yard = paused()
+    large, small = (
+        yard.submit([token] * tokens, max_new=2, session=f"{token}") for token, tokens in ((5, 60), (4, 10))
+    )
+    assert not started(yard, small)
+    assert line(yard) == []
+    yard.run()
+    assert yard.finished[large].admitted_ns <= yard.finished[small].admitted_ns
