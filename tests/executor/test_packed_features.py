@@ -57,12 +57,15 @@ def answers(path, prompts, *, together, **options):
     return [yard.tokens[number] for number in numbers], counters
 
 
-def crowded(path, **options):
-    """Answers under traffic are those of one request at a time; returns the counters of the traffic."""
+def crowded(path, *, every=(), **options):
+    """Answers under traffic are those of one request at a time; returns the counters of the traffic.
+
+    every: options of both, `options` of the traffic alone.
+    """
     common = prompt_of(20, seed=7)
     prompts = [common + repetitive(12 + index, seed=index) for index in range(6)]
-    expected, _ = answers(path, prompts, together=False)
-    found, counters = answers(path, prompts, together=True, **options)
+    expected, _ = answers(path, prompts, together=False, **dict(every))
+    found, counters = answers(path, prompts, together=True, **dict(every), **options)
     assert found == expected
     assert counters.hit_tokens > 0
     return counters

@@ -114,6 +114,7 @@ class Settings(DeclaredSettings):
             "model_impl": self.model_impl,
             "attention_backend": self.attention_backend,
             "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "deterministic": self.enable_deterministic_inference,
             "max_step_tokens": self.chunked_prefill_size if self.chunked_prefill_size > 0 else self.max_prefill_tokens,
             "disable_cuda_graph": self.disable_cuda_graph,

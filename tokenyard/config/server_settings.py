@@ -204,6 +204,13 @@ class DeclaredSettings(SharedSettings):
         "bits per output; a checkpoint that is stored quantized needs no flag",
         choices=("none", "int8", "q4", "q8"),
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "device",
+        "type of keys and values in the pool, for the CPU's native kernels: one byte with a scale for each head of a "
+        "token, or --dtype (auto)",
+        choices=("auto", "int8", "fp8_e4m3", "fp8_e5m2"),
+    )
     enable_deterministic_inference: bool = setting(
         False,
         "device",

@@ -15,7 +15,7 @@ from tokenyard.executor.attention.reference import GatherAttention
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.formats.converted import WeightsMemory
 from tokenyard.executor.forward_batch import PageTable
-from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.kv_pool import KV_BYTES, KvPool
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
@@ -51,6 +51,7 @@ class BackendChoice:
     triton: whether Triton kernels sample, compute norms and rotations, and attend unless `flashinfer` is set.
     flashinfer: whether the package flashinfer attends.
     deterministic: whether a token's result is the same bit for bit under every schedule.
+    kv_dtype: of keys and values in the pool, see KvPool.
     """
 
     engine: NativeRuntime | None
@@ -60,6 +61,7 @@ class BackendChoice:
     triton: bool = False
     flashinfer: bool = False
     deterministic: bool = False
+    kv_dtype: torch.dtype = torch.float32
 
 
 def choose_backends(
@@ -72,18 +74,22 @@ def choose_backends(
     threads: int,
     *,
     deterministic: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> BackendChoice:
     """Choose backends by the settings of the same names. `auto` takes Triton on CUDA, else native kernels if they work.
 
     threads: threads of the native kernels; 0 lets them choose.
 
+    kv_cache_dtype: one of KV_BYTES, or auto for `dtype`.
+
     Raises ConfigError for an unknown name, for a backend that is named but cannot be used, and for a
-    quantization or `deterministic` without a native model.
+    quantization, a kv_cache_dtype or `deterministic` without a native model.
     """
     for name, value, known in (
         ("model_impl", model_impl, MODEL_IMPLS),
         ("attention_backend", attention_backend, ATTENTION_BACKENDS),
         ("quantization", quantization, QUANTIZATIONS),
+        ("kv_cache_dtype", kv_cache_dtype, ("auto", *KV_BYTES)),
     ):
         if value not in known:
             raise ConfigError(f"{name} {value!r} is unknown; use {', '.join(known)}")
@@ -92,7 +98,14 @@ def choose_backends(
         raise ConfigError(
             f"deterministic inference needs a native model; this one's steps are computed by {choice.kernels}"
         )
-    choice = replace(choice, deterministic=deterministic)
+    choice = replace(choice, deterministic=deterministic, kv_dtype=KV_BYTES.get(kv_cache_dtype, dtype))
+    if kv_cache_dtype != "auto":
+        if not choice.native_model:
+            raise ConfigError(
+                f"--kv-cache-dtype {kv_cache_dtype} needs a native model; this one's steps are computed by "
+                f"{choice.kernels}"
+            )
+        choice = replace(choice, kernels=f"{choice.kernels}, KV {kv_cache_dtype}")
     if quantization == "none":
         return choice
     if not choice.native_model:
@@ -192,7 +205,16 @@ def load_layers(
     Raises ConfigError if a tensor is missing or has the wrong shape.
     """
     if choice.engine is not None and choice.native_model:
-        return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8, memory=memory)
+        return NativeDecoder(
+            choice.engine,
+            config,
+            weights,
+            dtype,
+            context_length,
+            int8=choice.int8,
+            kv_dtype=choice.kv_dtype,
+            memory=memory,
+        )
     experts = None if choice.engine is None else partial(NativeMoe, choice.engine, dtype)
     return Decoder(config, weights, device, context_length, tp_comm, experts)
 

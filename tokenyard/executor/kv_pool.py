@@ -24,8 +24,16 @@ MIN_WINDOW_TOKENS, MIN_WINDOW_PAGES = 128, 8
 """What the pool of the window layers holds at least in addition to two windows, for chunked prefill."""
 
 
+KV_BYTES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Types of keys and values of one byte, by their names in --kv-cache-dtype."""
+SCALE_BYTES = 4
+"""Of the float32 that the bytes of a head of a token are multiplied by; it lies behind them."""
+
+
 class KvPool:
     """Keys and values of all tokens in the cache: [layer, 2, slot, kv head, head_dim]; of latents, which are both, 1.
+
+    Where dtype is one of KV_BYTES, the last dimension is of head_dim + SCALE_BYTES uint8.
 
     slot = page * page_size + offset. Page 0 is padding: padded positions read and write it, requests never own it.
     windows: the separate pool of the layers with a sliding window, if they have pages of their own, or another
@@ -60,6 +68,8 @@ class KvPool:
         slots = (num_pages + 1) * page_size
         kv_shape = config.kv_shape(layers[0]) if layers else (config.num_kv_heads, config.head_dim)
         shape = (len(layers), config.kv_planes, slots, *kv_shape)
+        if dtype.itemsize == 1:
+            shape, dtype = (*shape[:-1], shape[-1] + SCALE_BYTES), torch.uint8
         if memory is None:
             self.tensor = torch.empty(shape, device=device, dtype=dtype)
         else:
@@ -130,8 +140,10 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the pool, over all layers."""
-    return config.kv_values_per_token * dtype.itemsize
+    """Bytes that one token takes in the pool, over all layers. dtype: of the pool, see KvPool."""
+    scales = SCALE_BYTES if dtype.itemsize == 1 else 0
+    shapes = [config.kv_shape(layer) for layer in config.kv_layers]
+    return sum(config.kv_planes * heads * (dim * dtype.itemsize + scales) for heads, dim in shapes)
 
 
 def window_layers(config: ModelConfig) -> list[int]:

@@ -90,7 +90,7 @@ class LoadOptions:
     load_format: safetensors (auto is the same), or dummy for random weights that need only a config.
     threads: threads on a CPU; 0 lets torch and the native kernels choose.
     seed: seed of dummy weights.
-    model_impl, attention_backend, quantization, deterministic: see choose_backends.
+    model_impl, attention_backend, quantization, kv_cache_dtype, deterministic: see choose_backends.
     disable_cuda_graph: turns the capture of decode steps off.
     cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
     swa_full_tokens_ratio: see choose_swa_pool; divided models keep all tokens in all layers.
@@ -119,6 +119,7 @@ class LoadOptions:
     model_impl: str = "auto"
     attention_backend: str = "auto"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     deterministic: bool = False
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
@@ -177,9 +178,9 @@ def load_executor(
     ratio = given.swa_full_tokens_ratio if parted else 0.0
     num_pages = choose_num_pages(
         config,
-        draft_bytes_per_token=0 if drafts_from is None else kv_bytes_per_token(drafts_from, kind),
+        draft_bytes_per_token=0 if drafts_from is None else kv_bytes_per_token(drafts_from, choice.kv_dtype),
         page_size=given.page_size,
-        dtype=kind,
+        dtype=choice.kv_dtype,
         device=target,
         max_total_tokens=given.max_total_tokens,
         mem_fraction_static=given.mem_fraction_static,
@@ -199,7 +200,7 @@ def load_executor(
         page_size=given.page_size,
         num_pages=num_pages,
         max_pool_rows=given.max_pool_rows,
-        kv_bytes_per_token=kv_bytes_per_token(whole, kind),
+        kv_bytes_per_token=kv_bytes_per_token(whole, choice.kv_dtype),
         kernels=choice.kernels,
         adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
         windows=choose_swa_pool(config, num_pages, given.page_size, ratio),
@@ -207,7 +208,7 @@ def load_executor(
     )
     if part is not None:
         info = part.agree(info)
-    pool = _make_pool(config, info, target, kind, pool_memory)
+    pool = _make_pool(config, info, target, choice.kv_dtype, pool_memory)
     pages = PageTable(given.max_pool_rows, length, given.page_size, target, windows=info.windows is not None)
     model = make_model(choice, layers, pool, pages)
     if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
@@ -217,7 +218,7 @@ def load_executor(
     def drafter(choose: Choose) -> Drafter:
         if drafts_from is None or draft_layers is None:
             return NgramDrafter(given.draft_tokens)
-        draft_pool = _make_pool(drafts_from, info, target, kind)
+        draft_pool = _make_pool(drafts_from, info, target, choice.kv_dtype)
         draft_model = make_model(*draft_layers, draft_pool, pages)
         made = ModelDrafter(given.draft_tokens, draft_model, draft_pool, pages, choose)
         if target.type == "cuda":
@@ -402,7 +403,7 @@ def memory_need(model_path: str, **options: Any) -> tuple[MemoryNeed, str]:
 def _memory_need(
     folder: Path, config: ModelConfig, dtype: torch.dtype, choice: BackendChoice, given: LoadOptions, sharing: int
 ) -> MemoryNeed:
-    per_token = kv_bytes_per_token(config, dtype)
+    per_token = kv_bytes_per_token(config, choice.kv_dtype)
     quantization = given.quantization if choice.native_model else "none"
     tied = config.tied_embeddings
     states = _state_bytes(config, given, dtype) or StateBytes(0, 0.0)
@@ -432,6 +433,7 @@ def _choose_backends(
     return choose_backends(
         *(given.model_impl, given.attention_backend, given.quantization, config, dtype, device, given.threads),
         deterministic=given.deterministic,
+        kv_cache_dtype=given.kv_cache_dtype,
     )
 
 

@@ -34,6 +34,7 @@ class NativeConfig(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("dtype", "int8", "layers", "hidden")),
         *((name, ctypes.c_int32) for name in ("inter", "heads", "kv_heads", "head_dim", "rotated", "gate")),
         ("embedding_format", ctypes.c_int32),
+        ("kv_format", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("eps", "gate_limit", "embedding_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
         ("vocabulary", ctypes.c_int64),

@@ -31,6 +31,8 @@ from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
 
+KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+"""The library's numbers of pools of bytes."""
 EMBEDDING = "model.embed_tokens"
 ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, AFTER_ATTENTION, AFTER_MLP, SINKS, LAST_NORM = range(8)
 
@@ -58,6 +60,7 @@ class NativeDecoder:
     file, which is mapped.
 
     int8: other matrices of products are rounded to bytes, with a scale for each output; embeddings stay.
+    kv_dtype: of the pool, see KvPool; None for `dtype`.
     memory: where weights of products and a packed embedding lie; None for the library's memory. Files that do not fit
     raise UnusableFileError before anything is read.
 
@@ -76,12 +79,14 @@ class NativeDecoder:
         context_length: int,
         *,
         int8: bool = False,
+        kv_dtype: torch.dtype | None = None,
         memory: WeightsMemory | None = None,
     ) -> None:
         self.engine, self.config, self.dtype = engine, config, dtype
         self._unpacked = INT8 if int8 else STORED
         self.adapters: npt.NDArray[np.int32] | None = None
         self._memory = memory
+        self._kv_format = KV_FORMATS.get(kv_dtype, 0) if kv_dtype is not None else 0
         self._embedding_rows = self._packed_embedding(weights)
         self._cos_sin = {
             rope: rotary_table(rope, config.head_dim, context_length) for rope in dict.fromkeys(config.ropes)
@@ -150,6 +155,7 @@ class NativeDecoder:
             vocabulary=config.vocab_size,
             windows=ctypes.addressof(windows),
             embedding_format=STORED if self._embedding_rows is None else self._embedding_rows.format.number,
+            kv_format=self._kv_format,
             cos_sin=ctypes.addressof(tables),
             experts=None if experts is None else ctypes.addressof(experts),
             expert_layers=ctypes.addressof(having),

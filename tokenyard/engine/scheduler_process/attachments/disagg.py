@@ -46,7 +46,7 @@ from tokenyard.kv_layout.model_digest import model_digest
 from tokenyard.scheduler.scheduler_state import prior_cost_model
 from tokenyard.tape.recorder import Core
 
-MODEL_OPTIONS = ("load_format", "seed", "quantization")
+MODEL_OPTIONS = ("load_format", "seed", "quantization", "kv_cache_dtype")
 """Settings of an executor that decide, with the checkpoint, what KV its model computes."""
 
 FIRST_NUMBER = 1 << 40

@@ -134,7 +134,7 @@ void *ty_pool_new(int threads, const int32_t *cores) { return new ty::Pool(threa
 void ty_pool_free(void *pool) { delete (ty::Pool *)pool; }
 
 void *ty_attention_new(void *pool, int level, int dtype, int heads, int kv_heads, int head_dim) {
-    return new AloneAttention{pool_of(pool), {pool_of(pool), typed_of(level, dtype), heads, kv_heads, head_dim}};
+    return new AloneAttention{pool_of(pool), {pool_of(pool), typed_of(level, dtype), TY_KV_STORED, heads, kv_heads, head_dim}};
 }
 
 int ty_attention_prepare(void *attention, const ty_step *step, const int32_t *windows, int count) {

@@ -13,6 +13,8 @@ enum {
     TY_STORED, TY_INT8, TY_Q4_0, TY_Q8_0, TY_Q4_K, TY_Q6_K, TY_Q4_1, TY_Q5_0, TY_Q5_1, TY_Q5_K, TY_IQ4_NL, TY_IQ4_XS,
     TY_MXFP4, TY_INT4_32, TY_INT4_128, TY_FORMATS
 };
+// Keys and values in the pool: in the dtype, or bytes with a float for each head of a token behind its numbers.
+enum { TY_KV_STORED, TY_KV_INT8, TY_KV_E4M3, TY_KV_E5M2, TY_KV_FORMATS };
 enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD, TY_ROUTER };
 enum { TY_SILU, TY_GELU, TY_CLAMPED };
 enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_AFTER_ATTENTION, TY_AFTER_MLP, TY_SINKS, TY_LAST_NORM };
@@ -24,13 +26,13 @@ struct ty_experts {
 };
 
 // int8: products take weights rounded to int8 where ty_model_parts names no format. rotated: dimensions of a head that
-// are. gate, gate_limit: see ty_experts. embedding_format: TY_STORED or a packed one.
+// are. gate, gate_limit: see ty_experts. embedding_format: TY_STORED or a packed one. kv_format: of the pool.
 // embedding_scale: on embeddings. attention_scale, attention_softcap: see Attending in kernels.h; logit_softcap likewise,
 // of logits. windows: int32[layers], tokens that a query sees, 0 for all. cos_sin:
 // float[positions, rotated] for each layer, which must outlive the model. experts: null for none; expert_layers:
 // int32[layers], whether a layer has experts in the place of gate, up and down.
 struct ty_config {
-    int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim, rotated, gate, embedding_format;
+    int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim, rotated, gate, embedding_format, kv_format;
     float eps, gate_limit, embedding_scale, attention_scale, attention_softcap, logit_softcap;
     int64_t vocabulary;
     const int32_t *windows;

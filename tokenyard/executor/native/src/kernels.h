@@ -106,7 +106,8 @@ struct Mixing {
 
 // What comes after the product of q, k and v, for tokens first .. last - 1: norms of heads (null for none), rotation,
 // and the way into the pool. qkv: float[tokens, (heads + 2 * kv_heads) * head_dim]. cos_sin: float[positions, rotated],
-// cosines then sines, for the first `rotated` dimensions of each head; the others stay as they are. slots: where the tokens' keys and values go. keys, values: stored[slot, kv_heads, head_dim].
+// cosines then sines, for the first `rotated` dimensions of each head; the others stay as they are. slots: where the tokens' keys and values go. keys, values: [slot, kv_heads, head_dim] as stored, or bytes
+// with a scale behind each head; see kv_bytes.inc.
 struct Placing {
     float *qkv;
     const float *q_norm, *k_norm;
@@ -118,7 +119,8 @@ struct Placing {
     int heads, kv_heads, head_dim, rotated;
 };
 
-// Attention in one layer. q, out: active[tokens, heads * head_dim]. keys, values: stored[slot, kv_heads, head_dim].
+// Attention in one layer. q, out: active[tokens, heads * head_dim]. keys, values: [slot, kv_heads, head_dim] as stored, or bytes
+// with a scale behind each head; see kv_bytes.inc.
 struct Attending {
     const void *q;
     const void *keys, *values;
@@ -174,6 +176,13 @@ struct PanelKernels {
     void (*product)(const Product &job, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
 };
 
+// What reads and writes the pool, whose keys and values are in one format.
+struct KvKernels {
+    void (*place)(const Placing &job, int64_t first, int64_t last);
+    void (*attend_part)(const Attending &job, const Part &part);
+    void (*pack_block)(const Attending &job, const Packing &packing, int kv_head, int64_t block);
+};
+
 // The kernels over one type of weights.
 struct TypedKernels {
     bool active_is_bf16;
@@ -193,15 +202,13 @@ struct TypedKernels {
     void (*add_norm)(const float *found, const float *weight, float *x, int64_t rows, int64_t size, float eps);
     // x[rows, size] = table[ids[row]] * scale
     void (*embed)(const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size);
-    void (*place)(const Placing &job, int64_t first, int64_t last);
     // Rows first .. last - 1 of each.
     void (*route)(const Routing &job, int64_t first, int64_t last);
     void (*mix)(const Mixing &job, int64_t first, int64_t last);
-    void (*attend_part)(const Attending &job, const Part &part);
     // Join `count` parts of a row into the output of some of its heads; `stride` floats lie between two partials.
     void (*join_parts)(const Attending &job, const Part &part, int64_t count, int64_t stride, int head_begin, int head_end);
     int64_t (*packed_block)(int head_dim);  // bytes of a block of keys, or of values
-    void (*pack_block)(const Attending &job, const Packing &packing, int kv_head, int64_t block);
+    KvKernels kv[TY_KV_FORMATS];
     int64_t (*chunk_space)(int head_dim, int rows);
     void (*attend_chunk)(const Attending &job, const Chunk &chunk);
 };

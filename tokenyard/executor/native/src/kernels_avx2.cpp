@@ -17,6 +17,7 @@
 #include "bytes.inc"
 #include "blocks.inc"
 #include "draw.inc"
+#include "kv_bytes.inc"
 #include "rows.inc"
 #include "experts.inc"
 #include "attention.inc"

@@ -18,8 +18,8 @@ Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
     : pool_(pool), all_(kernels), kernels_(typed_of(kernels, config.dtype)), config_(config),
       q_size_((int64_t)config.heads * config.head_dim), kv_size_((int64_t)config.kv_heads * config.head_dim),
       active_bytes_(kernels_.active_is_bf16 ? 2 : 4), layers_((size_t)config.layers),
-      attention_(pool, kernels_, config.heads, config.kv_heads, config.head_dim),
-      window_attention_(pool, kernels_, config.heads, config.kv_heads, config.head_dim) {
+      attention_(pool, kernels_, config.kv_format, config.heads, config.kv_heads, config.head_dim),
+      window_attention_(pool, kernels_, config.kv_format, config.heads, config.kv_heads, config.head_dim) {
     const int64_t hidden = config.hidden, inter = config.inter;
     int64_t places[2] = {0, 0};
     const PanelKernels &format = kernels_.formats[config.int8 ? TY_INT8 : TY_STORED];
@@ -220,7 +220,7 @@ void Model::run_layer(int index, const ty_step &step) {
 void Model::attend(Layer &layer, const Plane &plane, const ty_step &step) {
     void *q = q_.get(0);
     timed(PLACE, [&] {
-        run_place(pool_, kernels_,
+        run_place(pool_, kernels_.kv[config_.kv_format],
                   {(float *)qkv_.get(0), layer.vector(TY_Q_NORM), layer.vector(TY_K_NORM), config_.eps, layer.cos_sin,
                    step.positions, plane.slots, plane.keys, plane.values, q, config_.heads, config_.kv_heads,
                    config_.head_dim, config_.rotated},

@@ -191,7 +191,7 @@ void run_soften(Pool &pool, const Kernels &kernels, float *x, int64_t count, flo
     });
 }
 
-void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens) {
+void run_place(Pool &pool, const KvKernels &kernels, const Placing &job, int64_t tokens) {
     if (tokens * (job.heads + 2 * job.kv_heads) * job.head_dim <= SMALL)
         return kernels.place(job, 0, tokens);
     pool.run(ceil_div(tokens, TOKENS_OF_TASK), [&](int64_t i, int) {
@@ -211,8 +211,8 @@ void Drawer::run(const Drawing &job, const std::vector<Draw> &draws, int64_t *to
     });
 }
 
-Attention::Attention(Pool &pool, const TypedKernels &kernels, int heads, int kv_heads, int head_dim)
-    : pool_(pool), kernels_(kernels), heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim) {}
+Attention::Attention(Pool &pool, const TypedKernels &kernels, int kv_format, int heads, int kv_heads, int head_dim)
+    : pool_(pool), kernels_(kernels), kv_(kernels.kv[kv_format]), heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim) {}
 
 // A row of a few parts' queries reads its keys once for each of them, which is less than to pack them all.
 bool Attention::is_chunk(int64_t queries) const { return queries * (heads_ / kv_heads_) > MOST_PARTS * PART_QUERIES; }
@@ -361,11 +361,11 @@ void Attention::attend(Tasks &tasks, const Attending &job, int64_t i, int thread
             Part part = part_of_row(row.first, c, row.step, space + c * stride(row));
             part.head_begin = task.part.head_begin;
             part.head_end = task.part.head_end;
-            kernels_.attend_part(job, part);
+            kv_.attend_part(job, part);
         }
         return kernels_.join_parts(job, first, row.count, stride(row), first.head_begin, first.head_end);
     }
-    kernels_.attend_part(job, task.part);
+    kv_.attend_part(job, task.part);
     std::atomic<int64_t> &left = tasks.left[(size_t)(task.row * row.splits + task.split)];
     if (left.fetch_sub(1, std::memory_order_acq_rel) != 1)
         return;
@@ -385,7 +385,7 @@ void Attention::run(const Attending &job) {
             if (i < parts)
                 return attend(*tasks, job, i, thread);
             const PackTask &task = tasks->packs[(size_t)(i - parts)];
-            kernels_.pack_block(job, task.packing, task.kv_head, task.block);
+            kv_.pack_block(job, task.packing, task.kv_head, task.block);
         });
     if (!tasks->chunks.empty())
         pool_.run((int64_t)tasks->chunks.size(), [&](int64_t i, int thread) {

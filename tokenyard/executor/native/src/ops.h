@@ -85,7 +85,7 @@ void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const flo
 void run_add_norm(Pool &pool, const TypedKernels &kernels, const float *found, const float *weight, float *x,
                   int64_t rows, int64_t size, float eps);
 void run_soften(Pool &pool, const Kernels &kernels, float *x, int64_t count, float cap);
-void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens);
+void run_place(Pool &pool, const KvKernels &kernels, const Placing &job, int64_t tokens);
 
 // Draws tokens, with working space for each thread.
 class Drawer {
@@ -116,7 +116,8 @@ struct Rows {
 // Attention of a step's rows in a layer after another; a layer's window decides what is prepared for it.
 class Attention {
   public:
-    Attention(Pool &pool, const TypedKernels &kernels, int heads, int kv_heads, int head_dim);
+    // kv_format: one of TY_KV_STORED and so on.
+    Attention(Pool &pool, const TypedKernels &kernels, int kv_format, int heads, int kv_heads, int head_dim);
 
     // Work out the tasks of a step. The page table must stay as it is until the last layer is done.
     void prepare(const Rows &rows, const std::vector<int> &windows);
@@ -160,6 +161,7 @@ class Attention {
 
     Pool &pool_;
     const TypedKernels &kernels_;
+    const KvKernels &kv_;
     const int heads_, kv_heads_, head_dim_;
     std::vector<Tasks> tasks_;  // by window
     Block slots_, spaces_;
