@@ -587,7 +587,8 @@ def _load_layers(
         def load(memory: WeightsMemory | None) -> Decoder | NativeDecoder:
             return load_layers(choice, config, weights, device, dtype, context_length, tp_comm, memory)
 
-        layers = _load_converted(load, choice, folder, given, dtype)
+        # Converted files are made of the checkpoint, not of what replaces it.
+        layers = _load_converted(load, choice, folder, given, dtype) if updates is None else load(None)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
     if files is not None and (part is None or part.takes_all):
@@ -639,7 +640,7 @@ def convert_weights(model_path: str, dtype: str, quantization: str, threads: int
     unpacked = UnpackedMatrices()
     try:
         with torch.inference_mode():
-            weights, _ = _open_weights(config, folder, given, device, kind, unpacked)
+            weights, _ = _open_weights(config, folder, given, device, kind, unpacked, None)
             load_layers(choice, config, weights, device, kind, 1, memory=writer)
         size = writer.finish()
     finally:
