@@ -38,6 +38,8 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt-oss",
     "DeepseekV2ForCausalLM": "deepseek-v2",
     "DeepseekV3ForCausalLM": "deepseek-v3",
+    "GraniteForCausalLM": "granite",
+    "SeedOssForCausalLM": "seed-oss",
     "Lfm2ForCausalLM": "lfm2",
     "GraniteMoeHybridForCausalLM": "granite-hybrid",
 }

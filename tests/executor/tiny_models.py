@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
+    GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
     LlamaConfig,
@@ -23,6 +24,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
 )
 
 VOCAB = 199
@@ -119,6 +121,7 @@ EXPERT_CASES = {
 }
 GEMMA = {"head_dim": 20, "sliding_window": 9, "query_pre_attn_scalar": 30}
 FAMILY_CASES = {
+    "seed-oss": (SeedOssConfig, {"head_dim": 20, "attention_out_bias": True, "mlp_bias": True, "pad_token_id": 0}),
     "phi3": (Phi3Config, {"pad_token_id": 0}),
     "phi3-partial-window": (
         Phi3Config,
@@ -187,6 +190,13 @@ DEEPSEEK = {
     **{"moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
 }
 TORCH_CASES = {
+    "granite": (
+        GraniteConfig,
+        {
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+            **{"logits_scaling": 2.0, "attention_bias": True, "tie_word_embeddings": True},
+        },
+    ),
     "deepseek-v2": (
         DeepseekV2Config,
         {**DEEPSEEK, "topk_method": "group_limited_greedy", "attention_bias": True, "n_shared_experts": 2},

@@ -37,6 +37,25 @@ def _llama(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     )
 
 
+def _seed_oss(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(
+        config,
+        qkv_bias=bool(raw.get("attention_bias", True)),
+        output_bias=bool(raw.get("attention_out_bias", False)),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+    )
+
+
+def _granite(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(
+        _llama(config, raw),
+        attention_scale=float(raw.get("attention_multiplier", 1.0)),
+        embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
+        residual_scale=float(raw.get("residual_multiplier", 1.0)),
+        logit_scale=1.0 / float(raw.get("logits_scaling", 1.0)),
+    )
+
+
 def _mistral(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     # null is how a checkpoint says "no window".
     return replace(config, windows=_layer_windows(raw, int(raw["sliding_window"] or 0), full_layers=0))
@@ -181,18 +200,12 @@ def _granite_hybrid(config: ModelConfig, raw: RawConfig) -> ModelConfig:
         shared_size=shared,
         shared_gated=False,
     )
-    bias = bool(raw.get("attention_bias", False))
     return replace(
-        config,
-        qkv_bias=bias,
-        output_bias=bias,
+        _granite(config, raw),
+        mlp_bias=False,
         intermediate_size=shared,
         # A rope of which no wave turns leaves heads as they are.
         rope=config.rope if position == "rope" else RopeConfig(kind="proportional", share=0.0),
-        attention_scale=float(raw.get("attention_multiplier", 1.0)),
-        embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
-        residual_scale=float(raw.get("residual_multiplier", 1.0)),
-        logit_scale=1.0 / float(raw.get("logits_scaling", 1.0)),
         recurrent=mamba if layers else None,
         experts=experts if count else None,
     )
@@ -465,6 +478,8 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
     "GptOssForCausalLM": _gpt_oss,
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
+    "GraniteForCausalLM": _granite,
+    "SeedOssForCausalLM": _seed_oss,
     "Lfm2ForCausalLM": _lfm2,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
 }
@@ -543,6 +558,8 @@ DEFAULTS: dict[str, RawConfig] = {
         "routed_scaling_factor": 2.5,
         "eos_token_id": 1,
     },
+    "GraniteForCausalLM": {"eos_token_id": 2},
+    "SeedOssForCausalLM": {"num_key_value_heads": 8, "head_dim": 128, "eos_token_id": 2},
     "Lfm2ForCausalLM": {
         "num_key_value_heads": 8,
         "conv_L_cache": 3,
