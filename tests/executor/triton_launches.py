@@ -112,15 +112,15 @@ def _binder(kernel):
 
 def _binary(name, made, capability):
     ptx = made.asm["ptx"]
-    registers, spills = _ptxas(ptx, NAMES.get(capability, f"sm_{capability}"))
+    registers, spills = _ptxas(ptx, capability)
     return Binary(name, made.metadata.shared, registers, spills, ptx)
 
 
-def _ptxas(ptx, arch):
-    """Registers and spilled bytes, as ptxas reports them."""
-    from triton import knobs
+def _ptxas(ptx, capability):
+    """Registers and spilled bytes, as ptxas reports them. Triton has several, each for some devices."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    tool = knobs.nvidia.ptxas_blackwell if arch.startswith(("sm_10", "sm_12")) else knobs.nvidia.ptxas
+    tool, arch = get_ptxas(capability), NAMES.get(capability, f"sm_{capability}")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
