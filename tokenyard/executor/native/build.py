@@ -23,13 +23,15 @@ KERNEL_FLAGS = {
     "kernels_avx512": AVX512,
     "kernels_avx512_bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
 }
-"""What kernel files are compiled with on top of FLAGS on x86-64. A compiler that does not know them makes an empty file
-of that kind; the library then has one kind of kernels less."""
+ARM_KERNEL_FLAGS = {"kernels_neon": ("-march=armv8.2-a+dotprod",)}
+"""What kernel files are compiled with on top of FLAGS, on x86-64 and on 64-bit Arm. A compiler that does not know them
+makes an empty file of that kind; the library then has one kind of kernels less."""
 
 FILE_FLAGS = {"formats": ("-ffp-contract=off",)}
 """What a file is compiled with beside FLAGS on every machine."""
 
 X86 = ("x86_64", "amd64")
+ARM = ("aarch64", "arm64")
 BUILD_TIMEOUT_S = 300
 
 
@@ -37,12 +39,12 @@ class BuildError(Exception):
     """There is no compiler, or it failed; the message is one line."""
 
 
-def library_name() -> str:
-    """Name of the library that these sources make on this kind of machine."""
-    digest = hashlib.sha256(repr((FLAGS, KERNEL_FLAGS, FILE_FLAGS)).encode())
+def library_name(machine: str = "") -> str:
+    """Name of the library that these sources make for a kind of machine, "" for this one."""
+    digest = hashlib.sha256(repr((FLAGS, KERNEL_FLAGS, ARM_KERNEL_FLAGS, FILE_FLAGS)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return f"libtokenyard-{platform.machine().lower()}-{digest.hexdigest()[:16]}.so"
+    return f"libtokenyard-{(machine or platform.machine()).lower()}-{digest.hexdigest()[:16]}.so"
 
 
 def find_compiler() -> list[str]:
@@ -56,20 +58,22 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
 
 
-def build_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
+def build_library(folder: Path, extra_flags: tuple[str, ...] = (), machine: str = "") -> Path:
     """Build the library into `folder` and return its path; it appears there whole or not at all.
 
-    extra_flags: of all compilations and of the link, for sanitizers. Raises BuildError.
+    extra_flags: of all compilations and of the link, for sanitizers. machine: what the compiler makes code for, "" for
+    this kind of machine. Raises BuildError.
     """
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / library_name()
+    target = folder / library_name(machine)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(max(1, min(len(sources), os.cpu_count() or 1))) as pool:
             for done in [
-                pool.submit(_compile, compiler, *pair, extra_flags) for pair in zip(sources, objects, strict=True)
+                pool.submit(_compile, compiler, *pair, extra_flags, machine or platform.machine())
+                for pair in zip(sources, objects, strict=True)
             ]:
                 done.result()
         made = Path(scratch) / target.name
@@ -79,9 +83,10 @@ def build_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
     return target
 
 
-def _compile(compiler: list[str], source: Path, target: Path, extra_flags: tuple[str, ...]) -> None:
+def _compile(compiler: list[str], source: Path, target: Path, extra_flags: tuple[str, ...], machine: str) -> None:
     common = [*compiler, *FLAGS, *FILE_FLAGS.get(source.stem, ()), *extra_flags, "-c", str(source), "-o", str(target)]
-    special = KERNEL_FLAGS.get(source.stem, ()) if platform.machine().lower() in X86 else ()
+    flags = {**dict.fromkeys(X86, KERNEL_FLAGS), **dict.fromkeys(ARM, ARM_KERNEL_FLAGS)}
+    special = flags.get(machine.lower(), {}).get(source.stem, ())
     try:
         _run([*common, *special])
     except BuildError:

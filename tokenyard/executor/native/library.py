@@ -21,7 +21,7 @@ LIBRARY_VARIABLE = "TOKENYARD_NATIVE_LIBRARY"
 """Environment variables for trials: the first makes as if there were no library, the second names the kernels, and the
 third is the path of a library to use instead of any other."""
 
-LEVELS = ("plain", "avx2", "avx512", "avx512-bf16")
+LEVELS = ("plain", "avx2", "avx512", "avx512-bf16", "neon-dotprod")
 BF16, FLOAT32 = 0, 1
 QKV, OUTPUT, GATE_UP, DOWN, HEAD, ROUTER = range(6)
 Pointer = ctypes.c_void_p

@@ -2,6 +2,11 @@
 
 #include <new>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "experts.h"
 #include "formats.h"
 #include "model.h"
@@ -9,7 +14,7 @@
 
 namespace {
 
-enum { PLAIN, AVX2, AVX512, AVX512_BF16, LEVELS };
+enum { PLAIN, AVX2, AVX512, AVX512_BF16, NEON, LEVELS };
 
 bool cpu_has(int level) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -25,6 +30,10 @@ bool cpu_has(int level) {
         return avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
     default: return level == PLAIN;
     }
+#elif defined(__aarch64__) && defined(__linux__)
+    return level == PLAIN || (level == NEON && (getauxval(AT_HWCAP) & HWCAP_ASIMDDP));
+#elif defined(__aarch64__) && defined(__APPLE__)
+    return level == PLAIN || level == NEON;  // all of Apple's have them
 #else
     return level == PLAIN;
 #endif
@@ -38,6 +47,7 @@ const ty::Kernels *kernels_of(int level) {
     case AVX2: return ty::avx2_kernels();
     case AVX512: return ty::avx512_kernels();
     case AVX512_BF16: return ty::avx512_bf16_kernels();
+    case NEON: return ty::neon_kernels();
     default: return nullptr;
     }
 }

@@ -244,5 +244,6 @@ const Kernels *plain_kernels();
 const Kernels *avx2_kernels();
 const Kernels *avx512_kernels();
 const Kernels *avx512_bf16_kernels();
+const Kernels *neon_kernels();
 
 }  // namespace ty
