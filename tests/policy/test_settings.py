@@ -79,6 +79,11 @@ ELSEWHERE = {
     "enable_lora": "tests/scheduler/test_adapters.py",
     "max_loras_per_batch": "tests/scheduler/test_adapters.py",
     "lora_drain_wait_threshold": "tests/scheduler/test_adapters.py, tests/property/test_adapters.py",
+    "mamba_full_memory_ratio": "tests/executor/test_state_models.py",
+    "max_mamba_cache_size": "tests/executor/test_state_models.py",
+    "mamba_track_interval": "tests/scheduler/test_state_checkpoints.py",
+    "mamba_retention_policy": "tests/policy/test_state_retention.py",
+    "mamba_max_states_per_path": "tests/policy/test_state_retention.py",
     "enable_kv_events": "changes no plan; tests/engine/test_kv_events.py",
 }
 """Settings that are tested where they belong."""
