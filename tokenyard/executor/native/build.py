@@ -85,8 +85,8 @@ def build_library(folder: Path, extra_flags: tuple[str, ...] = (), machine: str 
 
 def _compile(compiler: list[str], source: Path, target: Path, extra_flags: tuple[str, ...], machine: str) -> None:
     common = [*compiler, *FLAGS, *FILE_FLAGS.get(source.stem, ()), *extra_flags, "-c", str(source), "-o", str(target)]
-    flags = {**dict.fromkeys(X86, KERNEL_FLAGS), **dict.fromkeys(ARM, ARM_KERNEL_FLAGS)}
-    special = flags.get(machine.lower(), {}).get(source.stem, ())
+    by_file = KERNEL_FLAGS if machine.lower() in X86 else ARM_KERNEL_FLAGS if machine.lower() in ARM else {}
+    special = by_file.get(source.stem, ())
     try:
         _run([*common, *special])
     except BuildError:
