@@ -112,6 +112,13 @@ def test_calls_begin_once_and_end_once_in_order(given_text):
     assert current is None
 
 
+@pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "no'])
+def test_a_second_call_that_is_cut_before_its_name_leaves_no_text(rest):
+    first = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert facts(parse(FAMILIES["hermes"], [first, "\n", rest])) == ("", "", [("now", "{}")])
+    assert facts(parse(FAMILIES["hermes"], [rest])) == (rest, "", [])
+
+
 @settings(max_examples=examples(100), deadline=None)
 @given(st.text(max_size=60), st.sampled_from(sorted(FAMILIES)))
 def test_plain_text_is_content_as_it_stands(text: str, name: str):

@@ -101,8 +101,8 @@ class OutputParser:
         self._work(final=True)
         if self._open_call:
             self._cut_call()
-        elif self._raw and self._region.kind in CALL_KINDS:
-            # A call without a name is not a call. Keep its text as content.
+        elif self._raw and self._region.kind in CALL_KINDS and not self._calls:
+            # A call without a name is not a call: its text is content. Behind another call it is one that was cut.
             self._treat_as_content()
         if self._space and not self._after_region and self._region.kind != "reasoning":
             self._events.append(ContentText(self._space))
