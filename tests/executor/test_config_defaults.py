@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import CASES, DEVICE, EXPERT_CASES, FAMILY_CASES, STATE_CASES, TORCH_CASES, prompt_of
+from tokenyard.base import ConfigError
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.architectures import ARCHITECTURES
 from tokenyard.executor.models.hf_config import read_model_config
@@ -145,6 +146,19 @@ SMALL = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given"),
+    [
+        ("Qwen3_5ForConditionalGeneration", {}),
+        ("GraniteMoeHybridForCausalLM", {"time_step_limit": [{}, 1.0], "layer_types": ["attention"] * 7}),
+    ],
+)
+def test_a_file_without_a_part_is_refused_in_one_line(architecture, given):
+    raw = (SIZES | EXPERTS if given else {}) | given
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_model_config(raw | {"architectures": [architecture]})
 
 
 @pytest.mark.part(4)

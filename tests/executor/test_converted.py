@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from tests.executor.packed_models import all_logits, load, save_plain
 from tests.executor.tiny_models import prompt_of
-from tokenyard.base import ConfigError
+from tokenyard.base import ConfigError, WeightSource
 from tokenyard.cli.main import main
 from tokenyard.executor.formats import converted
 from tokenyard.executor.model_loader import convert_weights
@@ -81,6 +81,46 @@ def test_a_plain_checkpoint_is_converted_as_it_is_quantized(tmp_path, capsys):
     assert torch.equal(all_logits(load(str(tmp_path), quantization="q4"), PROMPT), expected)
 
 
+def test_a_mapped_start_does_not_report_the_matrices_as_unused(tmp_path, caplog):
+    save_plain(LlamaConfig, {}, tmp_path)
+    convert(str(tmp_path))
+    with caplog.at_level("INFO"):
+        load(str(tmp_path))
+    assert "weights are mapped from" in caplog.text
+    assert "are not used" not in caplog.text
+
+
+def test_the_file_is_as_private_as_the_weights(own):
+    path = own("llama", "Q4_0")
+    assert Path(convert(path)).stat().st_mode & 0o777 == Path(path).stat().st_mode & 0o644
+    Path(path).chmod(0o600)
+    assert Path(convert(path)).stat().st_mode & 0o777 == 0o600
+
+
+def test_memory_that_is_resumed_maps_the_file_again(own, caplog):
+    path = own("llama", "Q4_0")
+    convert(path)
+    executor = load(path)
+    executor.release_memory(weights=True, kv_cache=False)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        executor.prepare_weights(WeightSource())
+    executor.swap_weights()
+    assert "weights are mapped from" in caplog.text
+    assert torch.equal(all_logits(executor, PROMPT), all_logits(load(path), PROMPT))
+
+
+def test_memory_of_random_weights_gets_the_same_numbers_again(tmp_path):
+    save_plain(LlamaConfig, {}, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    expected = all_logits(load(str(tmp_path), load_format="dummy"), PROMPT)
+    executor = load(str(tmp_path), load_format="dummy")
+    executor.release_memory(weights=True, kv_cache=False)
+    executor.prepare_weights(WeightSource())
+    executor.swap_weights()
+    assert torch.equal(all_logits(executor, PROMPT), expected)
+
+
 def touched(path):
     os.utime(path, ns=(1, 1))
 
@@ -95,6 +135,10 @@ def library_of_another_version(monkeypatch):
     monkeypatch.setattr("tokenyard.executor.model_loader.library_name", lambda: "another")
 
 
+def another_release(monkeypatch):
+    monkeypatch.setattr("tokenyard.executor.model_loader.__version__", "another")
+
+
 def other_instructions(monkeypatch):
     if len(LIBRARY.levels()) < 2:
         pytest.skip("this CPU has one kind of kernels")
@@ -106,6 +150,7 @@ MISFITS = {
     "dtype": (None, None, {"dtype": "bfloat16"}, "was made for --dtype float32, and this is bfloat16"),
     "quantization": (None, None, {"quantization": "q8"}, "was made with --quantization none, and this is q8"),
     "version": (None, library_of_another_version, {}, "was made by another version of tokenyard"),
+    "release": (None, another_release, {}, "was made by another version of tokenyard"),
     "instructions": (None, other_instructions, {}, "kernels, and this machine uses plain"),
 }
 
@@ -147,6 +192,13 @@ def test_a_file_that_cannot_be_written_leaves_nothing(own, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         convert(path)
     assert set(Path(path).parent.iterdir()) == before
+
+
+def test_a_foreign_header_that_is_nested_too_deeply_is_refused(tmp_path):
+    text, path = b"[" * 200_000, tmp_path / "model.packed"
+    path.write_bytes(converted.HEAD.pack(converted.MAGIC, len(text), converted._of_header(text)) + text)
+    with pytest.raises(converted.UnusableFileError, match="damaged or no converted file"):
+        converted.ConvertedFile(path, {}, tmp_path)
 
 
 @pytest.fixture(scope="module")

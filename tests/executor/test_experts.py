@@ -10,6 +10,7 @@ from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.mlp import GatedMlp, SparseMoe
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.hf_config import read_model_config
+from tokenyard.executor.models.stacked_params import GraniteMlps
 
 TOKENS = 10
 
@@ -64,3 +65,25 @@ def test_odd_configs_are_refused(changes, says):
     raw = config_type(**fields).to_dict() | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8} | changes
     with pytest.raises(ConfigError, match=says):
         read_model_config(raw)
+
+
+def test_experts_of_one_tensor_are_read_once_and_share_its_memory():
+    raw = {"architectures": ["GraniteMoeHybridForCausalLM"], "vocab_size": 50, "hidden_size": 8, "intermediate_size": 6}
+    raw |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "num_local_experts": 3}
+    raw |= {"mamba_n_heads": 4, "shared_intermediate_size": 5, "layer_types": ["mamba", "attention"]}
+    reads = []
+
+    class Source:
+        def get(self, name, shape):
+            reads.append(name)
+            return torch.randn(shape)
+
+    weights, downs = GraniteMlps(read_model_config(raw), Source()), []
+    for layer in range(2):
+        for prefix in (*(f"experts.{expert}." for expert in range(3)), "shared_expert."):
+            inter, name = 5 if prefix == "shared_expert." else 6, f"model.layers.{layer}.mlp.{prefix}"
+            downs.append(weights.get(f"{name}down_proj.weight", (8, inter)))
+            for part in ("gate", "up"):
+                assert weights.get(f"{name}{part}_proj.weight", (inter, 8)).shape == (inter, 8)
+    assert len(reads) == len(set(reads)) == 8
+    assert len({down.untyped_storage().data_ptr() for down in downs}) == 4

@@ -22,6 +22,7 @@ from tokenyard.executor.model_loader import (
     read_folder_config,
 )
 from tokenyard.executor.models.hf_config import read_model_config
+from tokenyard.executor.weights import SafetensorsWeights
 
 
 @pytest.fixture
@@ -197,12 +198,20 @@ def test_an_index_may_not_leave_the_folder(copy):
     refused(copy, "weight_map")
 
 
-def test_quantised_tensors_are_refused(copy):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_tensors_are_refused(copy, dtype):
     path = copy / "model.safetensors"
     tensors = load_file(path)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
     save_file(tensors, path)
-    refused(copy, "torch.int8")
+    refused(copy, str(dtype))
+
+
+def test_corrections_of_experts_are_not_rounded(tmp_path):
+    name, given = "model.layers.3.mlp.gate.e_score_correction_bias", torch.tensor([5.0011, 5.0012])
+    save_file({name: given}, tmp_path / "model.safetensors")
+    found = SafetensorsWeights(tmp_path, torch.device("cpu"), torch.bfloat16).get(name, (2,))
+    assert torch.equal(found.float(), given)
 
 
 def test_a_missing_folder_and_an_unreachable_name(tmp_path, monkeypatch):

@@ -199,7 +199,10 @@ TORCH_CASES = {
     ),
     "deepseek-v2": (
         DeepseekV2Config,
-        {**DEEPSEEK, "topk_method": "group_limited_greedy", "attention_bias": True, "n_shared_experts": 2},
+        {
+            **{**DEEPSEEK, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
+            **{"attention_bias": True, "mlp_bias": True},
+        },
     ),
     "deepseek-v2-lite": (DeepseekV2Config, {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek-v3": (

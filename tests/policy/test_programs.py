@@ -1,7 +1,7 @@
 import pytest
 
 from tests.policy.waiting_order import line, make_yard
-from tokenyard.base import NS_PER_S, TurnEnded
+from tokenyard.base import NS_PER_S, Pause, TurnEnded
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.programs import MAX_PROGRAMS
 from tokenyard.policy.return_times import KINDS
@@ -122,6 +122,16 @@ def test_after_the_time_to_live_they_take_it():
     assert started(yard, yard.submit([5] * 90, max_new=2))
 
 
+def test_a_beginning_in_common_is_retained_once():
+    yard = pool_of("continuum", ttl_s=100.0)
+    for name, token in (("s", 8), ("t", 9)):
+        yard.submit([7] * 100 + [token] * 10, max_new=2, session=name)
+        yard.run()
+    retained = yard.scheduler.state.sessions.retained_tokens(yard.now)
+    assert sorted(retained) == [("", "s"), ("", "t")]
+    assert sum(retained.values()) == 120
+
+
 @pytest.mark.parametrize("ttl_s", [0.0, 5.0])
 def test_the_best_time_to_live_is_asked_for_the_worth_of_the_context(ttl_s, monkeypatch):
     """The worth of a return is the time to compute the context, over the context's share of the pool."""
@@ -179,6 +189,14 @@ def test_while_nothing_runs_an_idle_session_is_paused_at_once():
     yard = pool_of("pause-idle", idle_s=3600.0)
     yard.submit([8] * 150, max_new=2, session="b")
     yard.run()
+    assert started(yard, yard.submit([5] * 150, max_new=2, session="c"))
+
+
+def test_a_session_whose_request_is_held_back_makes_room():
+    yard = pool_of("pause-idle", idle_s=3600.0)
+    held = yard.submit([8] * 150, max_new=20, session="b")
+    assert started(yard, held)
+    yard.apply(Pause(numbers=[held]))
     assert started(yard, yard.submit([5] * 150, max_new=2, session="c"))
 
 

@@ -65,6 +65,8 @@ def test_per_path_keeps_the_deepest_and_those_at_forks():
     assert checkpoints(yard) == [59, 69]
     ask(yard, prompt[:40] + prompt_of(30, 10))
     assert checkpoints(yard) == [40, 49, 59, 69], "where the new prompt branches off, the paths have three"
+    ask(yard, prompt + prompt_of(31, 10))
+    assert checkpoints(yard) == [40, 49, 69, 79], "one that forks the path is not counted"
 
 
 def test_worth_keeps_what_saves_more_tokens():
@@ -104,6 +106,14 @@ def test_long_prompts_have_checkpoints_on_the_way_while_there_is_room():
         end,
     ]
     assert [position for position, _ in worth.positions(0, end, 100, end - 1, roomy=False)] == [100, end - 1]
+
+
+@pytest.mark.parametrize("page_size", [48, 100, 5000])
+def test_checkpoints_on_the_way_are_at_ends_of_pages(page_size):
+    worth = create_state_retention(SchedulerSettings(page_size=page_size))
+    found = [position for position, _ in worth.positions(0, 6 * SPACING_TOKENS, 0, 0, roomy=True)]
+    assert found
+    assert all(position % page_size == 0 for position in found)
 
 
 def test_an_unknown_name_is_an_error():

@@ -5,6 +5,7 @@ import pytest
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import ConfigError, SamplingParams, SchedulerSettings, StateGroup, StopFound
+from tokenyard.cache.radix_cache import RadixCache
 from tokenyard.cache.state_checkpoints import StateCheckpoints
 from tokenyard.executor.mock import FixedStepCost, MockExecutor
 from tokenyard.policy.state_retention import STATE_RETENTIONS, LastState
@@ -142,6 +143,15 @@ def test_parallel_answers_share_the_checkpoint_of_their_prompt():
     assert [yard.finished[first + answer].cached_tokens for answer in range(3)] == [0, 32, 32]
 
 
+def test_the_end_of_a_prompt_is_kept_before_what_is_on_the_way(monkeypatch):
+    """A step saves at most 16 states in pages of the KV pool."""
+    monkeypatch.setattr("tokenyard.policy.state_retention.SPACING_TOKENS", 4)
+    yard = make_yard(tokens=2000, slots=1000, slot_pages=2, chunked_prefill_size=-1)
+    prompt = prompt_of(20, 100)
+    ask(yard, prompt)
+    assert ask(yard, prompt)[0] == 99
+
+
 def test_a_kv_store_is_refused():
     with pytest.raises(ConfigError, match="recurrent states"):
         Scheduler(SchedulerSettings(enable_hierarchical_cache=True), make_info(states=StateGroup(4)))
@@ -150,6 +160,22 @@ def test_a_kv_store_is_refused():
 def test_an_interval_that_is_no_multiple_of_the_page_size_is_an_error():
     with pytest.raises(ValueError, match="every 6 tokens"):
         StateCheckpoints(4, num_pages=10, num_slots=3, interval=6, pool_rows=2, retention=LastState())
+
+
+def test_checkpoints_of_replaced_pages_go_to_the_nodes_of_the_pages_that_stay():
+    tree = RadixCache(page_size=1)
+    states = StateCheckpoints(1, num_pages=20, num_slots=4, interval=4, pool_rows=2, retention=LastState())
+    states.watch(tree)
+    key, found = np.arange(8, dtype=np.int32).tobytes(), np.arange(1, 9, dtype=np.int32)
+    tree.insert(key[:16], found[:4])
+    node = tree.insert(key, found).node
+    own = np.arange(11, 19, dtype=np.int32)
+    for tokens in (2, 8):
+        assert states.save(int(own[tokens - 1]), tokens)
+    states.replace(own, found, node)
+    assert states.nodes[int(states.of[2])] is node.parent
+    assert states.nodes[int(states.of[8])] is node
+    states.check(np.zeros(21, np.int32))
 
 
 def test_a_row_that_decodes_keeps_its_last_two_states():

@@ -269,9 +269,10 @@ class StateCheckpoints(PrefixListener):
         self.of[taking], self.page[slots] = slots, taking
         self.of[giving] = 0
         for slot in slots.tolist():
-            while node.parent.depth_tokens >= self.tokens[slot]:
-                node = node.parent
-            self._joined(slot, node)
+            owner = node
+            while owner.parent.depth_tokens >= self.tokens[slot]:
+                owner = owner.parent
+            self._joined(slot, owner)
         self._tell(taking)
 
     def free_pages(self, pages: Int32Array) -> None:

@@ -83,8 +83,9 @@ class Profile:
         """Raise ConfigError for sizes that are not above zero, and for an error that is no share."""
         if self.error is not None and not (isinstance(self.error, int | float) and self.error >= 0.0):
             raise ConfigError(f"the cost profile's error is {self.error!r}; it must be at least 0, or null for unknown")
-        if isinstance(self.state_slot_bytes, bool) or not isinstance(self.state_slot_bytes, int):
-            raise ConfigError(f"the cost profile's state_slot_bytes is {self.state_slot_bytes!r}; it must be a number")
+        slot = self.state_slot_bytes
+        if isinstance(slot, bool) or not isinstance(slot, int) or slot < 0:
+            raise ConfigError(f"the cost profile's state_slot_bytes is {slot!r}; it must be a whole number, at least 0")
         for name in ("kv_pool_tokens", "kv_bytes_per_token", "context_length", "tp", "page_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

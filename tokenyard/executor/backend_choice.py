@@ -147,8 +147,13 @@ def _choose(
     kernels = f"native {engine.name}, {engine.threads} thread{'s' if engine.threads > 1 else ''}"
     if native_model:
         return BackendChoice(engine, True, kernels)
-    parts = "attention" if config.experts is None or config.experts.beside_mlp else "attention and experts"
-    return BackendChoice(engine, False, f"torch, {parts} {kernels}")
+    experts, sizes = config.experts, (config.kv_shape(layer)[1] for layer in config.kv_layers)
+    native = {
+        "attention": min(sizes) <= MAX_HEAD_DIM,
+        "experts": experts is not None and experts.plain and not experts.beside_mlp,
+    }
+    parts = " and ".join(part for part, own in native.items() if own)
+    return BackendChoice(engine, False, f"torch, {parts} {kernels}" if parts else "torch (heads are too large)")
 
 
 def _triton(model_impl: str, attention_backend: str, config: ModelConfig, device: torch.device) -> BackendChoice:

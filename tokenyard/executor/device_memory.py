@@ -70,15 +70,20 @@ def device_memory(
     page_size: int,
     captured: tuple[int, ...] = (),
     divided: bool = False,
+    draft_tokens: int = 0,
 ) -> DeviceMemory:
-    """Count what is not static. captured: the batch sizes whose steps are captured."""
+    """Count what is not static. captured: the batch sizes whose steps are captured. draft_tokens: of a row, each of
+    which has logits as it is verified, and is a token of the step.
+    """
     largest = max(captured, default=0)
     # Graphs share one pool, so they take what the largest does, and its logits and hidden states stay.
     graphs = len(captured) * GRAPH_BYTES + (step_bytes(config, largest, largest, dtype.itemsize) if captured else 0)
     graphs += largest * (4 * config.vocab_size + config.hidden_size * dtype.itemsize)
     tables = 2 if any(config.windows) else 1
+    drafts = draft_tokens * max_pool_rows
     return DeviceMemory(
-        step_bytes(config, max_step_tokens + max_pool_rows, max_pool_rows, dtype.itemsize),
+        step_bytes(config, max_step_tokens + max_pool_rows + drafts, max_pool_rows, dtype.itemsize)
+        + drafts * config.vocab_size * SAMPLING_BYTES,
         graphs,
         tables * max_pool_rows * -(-context_length // page_size) * 4,
         LIBRARY_BYTES + (NCCL_BYTES if divided else 0),

@@ -11,6 +11,7 @@ import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo, StateGroup
 from tokenyard.base.protocols import MAX_STATE_SAVES
+from tokenyard.base.version import __version__
 from tokenyard.executor.backend_choice import (
     BITS_ON_LOAD,
     BackendChoice,
@@ -232,7 +233,9 @@ def load_executor(
             _check_room(checkpoint.folder, kind, choice, given)
         # Steps run meanwhile, and the threads of the native kernels take one job at a time.
         own = choice if choice.engine is None else replace(choice, engine=choice.engine.another())
-        layers = _load_layers(own, whole, checkpoint.folder, given, target, kind, length, None, checkpoint.updates)
+        # Memory that is resumed gets the weights of the start, from a converted file or at random as then.
+        updates = checkpoint.updates if checkpoint.digest else None
+        layers = _load_layers(own, whole, checkpoint.folder, given, target, kind, length, None, updates)
         adapters = _make_adapters(layers, config, given, target, kind)
         model = make_model(own, layers, pool, pages)
         if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
@@ -372,6 +375,7 @@ def _reserved_bytes(
         page_size=given.page_size,
         captured=tuple(sizes),
         divided=divided,
+        draft_tokens=given.draft_tokens,
     )
     # A draft model's steps run between those of the model, whose memory torch's allocator gives them.
     drafting = 0 if drafts_from is None else step_bytes(drafts_from, given.max_pool_rows, given.max_pool_rows, 2)
@@ -588,10 +592,14 @@ def _load_layers(
             return load_layers(choice, config, weights, device, dtype, context_length, tp_comm, memory)
 
         # Converted files are made of the checkpoint, not of what replaces it.
-        layers = _load_converted(load, choice, folder, given, dtype) if updates is None else load(None)
+        if updates is None:
+            layers, mapped = _load_converted(load, choice, folder, given, dtype)
+        else:
+            layers, mapped = load(None), False
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
-    if files is not None and (part is None or part.takes_all):
+    # Of a model whose weights are mapped, the matrices of the checkpoint are not read.
+    if files is not None and not mapped and (part is None or part.takes_all):
         files.warn_unused()
     unpacked.log()
     return layers
@@ -603,18 +611,18 @@ def _load_converted(
     folder: Path,
     given: LoadOptions,
     dtype: torch.dtype,
-) -> Decoder | NativeDecoder:
-    """Load a model, from its converted file where there is one that fits."""
+) -> tuple[Decoder | NativeDecoder, bool]:
+    """Load a model, from its converted file where there is one that fits. Returns whether it was."""
     path = converted_path(folder)
     if not choice.native_model or given.load_format == "dummy" or not path.exists():
-        return load(None)
+        return load(None), False
     try:
         found = load(ConvertedFile(path, _facts(choice, folder, dtype, given.quantization), folder))
     except UnusableFileError as error:
         logger.warning("%s; it is ignored", error.message)
-        return load(None)
+        return load(None), False
     logger.info("weights are mapped from %s", path)
-    return found
+    return found, True
 
 
 def converted_path(folder: Path) -> Path:
@@ -653,7 +661,8 @@ def _facts(choice: BackendChoice, folder: Path, dtype: torch.dtype, quantization
     """What decides the bytes of a converted file, beside the checkpoint's."""
     assert choice.engine is not None
     return {
-        "kernels": library_name(),
+        # Python decides bytes too: it reads, reorders and quantizes what the kernels lay out.
+        "kernels": f"{library_name()} of {__version__}",
         "instructions": choice.engine.name,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": quantization,

@@ -16,6 +16,8 @@ from tokenyard.base import ConfigError
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
+EXACT = ".e_score_correction_bias"
+"""The end of names of tensors that stay float32: rounded, they would choose other experts (as in transformers)."""
 
 
 class Weights(Protocol):
@@ -122,9 +124,10 @@ class SafetensorsWeights:
         if found != shape:
             raise ConfigError(f"{path}: tensor {name!r} has shape {found}, but config.json means {shape}")
         tensor = self._read(name, cut)
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}, but config.json names no quantization")
-        return self.convert(tensor)
+        # Numbers of one byte mean nothing without their scales.
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}, but config.json names no quantization of it")
+        return tensor.to(self._device, torch.float32) if name.endswith(EXACT) else self.convert(tensor)
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of this name."""

@@ -170,7 +170,8 @@ class PauseIdle(Policy):
     """First come, first served, among as many sessions as the KV pool holds.
 
     A turn starts if its session is active, or if the contexts of the active ones leave room for its own. To make room,
-    sessions are paused that have been idle for `idle_s`, or at all while nothing runs, the longest idle ones first.
+    sessions are paused that have been idle for `idle_s`, or at all while nothing runs, the longest idle ones first. One
+    whose requests are all held back (`Pause`, a limit of its tenant) counts as idle since its latest answer.
     Turns of sessions that are not active wait in the order of their own arrival. After the pauses of ThunderAgent
     (arXiv 2602.13692), which lets sessions return in the order of their own.
     """
@@ -257,7 +258,9 @@ class PauseIdle(Policy):
         lacking = tokens + sum(program.tokens for program in self._active.values()) - views.total_tokens
         if lacking <= 0 or not self._active:
             return []
-        idle = [(program.idle_ns, key) for key, program in self._active.items() if key not in self._open]
+        rows = np.concatenate((views.running, views.prefilling, views.loading, views.waiting))
+        busy = {self._key_of.get(row) for row in rows.tolist()}
+        idle = [(program.idle_ns, key) for key, program in self._active.items() if key not in busy]
         chosen = []
         for idle_ns, key in sorted(idle):
             if views.now - idle_ns < least_ns:

@@ -23,7 +23,7 @@ from tokenyard.policy.return_times import ReturnTimes
 
 DEFAULT_STATES_PER_PATH = 3
 SPACING_TOKENS = 4096
-"""Tokens of a long prompt between two checkpoints that `worth` saves while there is room."""
+"""Tokens of a long prompt between two checkpoints that `worth` saves while there is room, rounded up to pages."""
 
 MAX_IDLE_NS = 3600 * NS_PER_S
 _KINDS = 4
@@ -68,13 +68,14 @@ class StatesPerPath(LastState):
         """The shallowest ones of the path beyond the limit."""
         path, step = [], int(states.before[slot])
         while step:
-            path.append(step)
+            if not states.forks(step):
+                path.append(step)
             step = int(states.before[step])
         left, found = len(path) + 1 - self._most, []
         for one in reversed(path) if self._most > 0 else ():
             if left <= 0:
                 break
-            if not states.users[states.page[one]] and not states.forks(one):
+            if not states.users[states.page[one]]:
                 found.append(one)
                 left -= 1
         return found
@@ -85,8 +86,10 @@ class WorthOfStates(StatesPerPath):
 
     ranks_kv = True
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int = 1) -> None:
         super().__init__(-1)
+        # A checkpoint is of whole pages, whatever their size.
+        self._spacing = -(-SPACING_TOKENS // page_size) * page_size
         # By kind, whether a deeper checkpoint follows, and whether it was hit before.
         # A prompt that continues another one continues at the deeper checkpoint, unless it was seen to branch off.
         self._returns = ReturnTimes(4 * _KINDS, rare=[4 * kind + 2 for kind in (PROMPT, ANSWER, SPACED)])
@@ -95,7 +98,7 @@ class WorthOfStates(StatesPerPath):
         """See StateRetention."""
         found = dict(super().positions(start, end, branch, last, roomy))
         if roomy:
-            for position in range((start // SPACING_TOKENS + 1) * SPACING_TOKENS, end + 1, SPACING_TOKENS):
+            for position in range((start // self._spacing + 1) * self._spacing, end + 1, self._spacing):
                 found.setdefault(position, SPACED)
         return sorted(found.items())
 
@@ -143,5 +146,5 @@ def create_state_retention(settings: SchedulerSettings) -> StateRetention:
     if name == "per-path":
         return StatesPerPath(settings.mamba_max_states_per_path)
     if name == "worth":
-        return WorthOfStates()
+        return WorthOfStates(settings.page_size)
     raise ConfigError(f"--mamba-retention-policy is {name!r}; it must be one of {', '.join(STATE_RETENTIONS)}")

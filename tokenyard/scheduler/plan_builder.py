@@ -7,7 +7,7 @@ import numpy as np
 from tokenyard.base import DRAFT, LAST_SAMPLED, Int32Array, RowStart, StepPlan
 from tokenyard.base.protocols import MAX_STATE_SAVES
 from tokenyard.base.step_plan import NO_STATE_COPIES, NO_STATE_PAGES, NO_STATE_SAVES
-from tokenyard.cache.state_checkpoints import ANSWER
+from tokenyard.cache.state_checkpoints import ANSWER, SPACED
 from tokenyard.scheduler.memory import NO_PAGES, KvMemory
 from tokenyard.scheduler.request_table import RequestTable
 
@@ -145,7 +145,9 @@ class PlanBuilder:
     def _saves(self) -> Int32Array:
         """Take a slot for each state to be saved that is worth one: int32[n, 3], see StepPlan."""
         states, found = self._memory.states, []
-        if states is not None and states.slot_tokens:
+        if states is not None and states.slot_tokens and len(self._state_saves) > MAX_STATE_SAVES:
+            # Those on the way of a long prompt give way to the ends.
+            self._state_saves.sort(key=lambda save: save.kind == SPACED)
             del self._state_saves[MAX_STATE_SAVES:]
         for save in self._state_saves:
             assert states is not None

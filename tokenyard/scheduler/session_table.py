@@ -228,8 +228,19 @@ class SessionTable(IdleSessions, PrefixListener):
     def retained_tokens(self, now: int) -> dict[Key, int]:
         if self.retains is None:
             return {}
-        found = [(key, self._sessions[key]) for node, keys in self._at.items() if not node.locked for key in keys]
-        return {key: session.node.depth_tokens for key, session in found if self.retains(session, now)}
+        found, counted = dict[Key, int](), set[Any]()
+        for end, keys in self._at.items():
+            for key in keys:
+                if end.locked or not self.retains(self._sessions[key], now):
+                    continue
+                # What sessions have in common counts once, and not at all while a started request holds it.
+                tokens, node = 0, end
+                while node.parent is not None and not node.locked and node not in counted:
+                    counted.add(node)
+                    tokens += node.depth_tokens - node.parent.depth_tokens
+                    node = node.parent
+                found[key] = tokens
+        return found
 
     @override
     def best_ttl_s(self, kind: int, worth_s: float) -> float:

@@ -126,7 +126,7 @@ class ConvertedFile:
             with path.open("rb") as file:
                 header, begin = _read_header(file.read(HEAD.size), file, size)
             self._data: PackedBytes = np.memmap(path, np.uint8, "r")
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
             raise UnusableFileError(f"{path} is damaged or no converted file: {error}") from error
         for name, here in facts.items():
             self._compare(name, header["facts"].get(name), here)
@@ -180,6 +180,10 @@ class ConvertedFileWriter:
     def __init__(self, path: Path, facts: Mapping[str, str], folder: Path) -> None:
         self._path = path
         self._header = {"facts": dict(facts), "sources": [asdict(one) for one in source_files(folder, digests=True)]}
+        # Who may not read the weights may not read them here either.
+        self._mode = 0o644
+        for name in (one["name"] for one in self._header["sources"]):
+            self._mode &= 0o600 | (folder / name).stat().st_mode
         self._scratch: Path | None = None
 
     def reserve(self, layout: str, sizes: tuple[int, int]) -> tuple[PackedBytes, PackedBytes]:
@@ -211,7 +215,7 @@ class ConvertedFileWriter:
                 file.flush()
                 os.fsync(file.fileno())
             size = self._scratch.stat().st_size
-            self._scratch.chmod(0o644)
+            self._scratch.chmod(self._mode)
             self._scratch.replace(self._path)
         self._scratch = None
         return size

@@ -214,7 +214,7 @@ def _granite_hybrid(config: ModelConfig, raw: RawConfig) -> ModelConfig:
 def _step_limits(given: Any) -> tuple[float, float]:
     """Return the bounds of a step; transformers writes the infinite one as an object."""
     low, high = (
-        float(bound["__float__"]) if isinstance(bound, dict) else float(bound) for bound in given or (0.0, math.inf)
+        float(bound.get("__float__", "") if isinstance(bound, dict) else bound) for bound in given or (0.0, math.inf)
     )
     return low, high
 
@@ -278,6 +278,11 @@ def _gemma4(config: ModelConfig, raw: RawConfig) -> ModelConfig:
             f"config.json: {config.num_heads} attention heads cannot share {kv_heads} key-value heads evenly"
         )
     per_layer = int(raw.get("hidden_size_per_layer_input") or 0)
+    if per_layer and positive(raw, "vocab_size_per_layer_input") < config.vocab_size:
+        raise ConfigError(
+            f"config.json: vocab_size_per_layer_input {raw['vocab_size_per_layer_input']} is less than vocab_size "
+            f"{config.vocab_size}; some tokens would have no embedding"
+        )
     bias = bool(raw.get("attention_bias", False))
     return replace(
         config,

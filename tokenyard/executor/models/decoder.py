@@ -357,7 +357,7 @@ def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeEx
     gate = None
     if config.experts.shared_gated:
         gate = fused(weights, {f"{prefix}.shared_expert_gate": 1}, config.hidden_size, False)
-    return SharedExpert(routed, gated_mlp(config, weights, f"{prefix}.shared_expert", shared, False), gate)
+    return SharedExpert(routed, gated_mlp(config, weights, f"{prefix}.shared_expert", shared, config.mlp_bias), gate)
 
 
 def _experts(config: ModelConfig, weights: Weights, index: int) -> SparseMoe:
@@ -368,9 +368,9 @@ def _experts(config: ModelConfig, weights: Weights, index: int) -> SparseMoe:
         gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size, experts.bias)
         for expert in range(experts.count)
     ]
-    if experts.plain:
+    if experts.plain and config.latent is None:
         return SparseMoe(router, each, experts.active, experts.normed)
-    # In float32, as transformers has it.
+    # In float32, as transformers has it of DeepSeek, V2-Lite too, whose choice is plain.
     router = Linear(weights.get(f"{prefix}.gate.weight", (experts.count, config.hidden_size)).float())
     correction = None
     if experts.sigmoid:

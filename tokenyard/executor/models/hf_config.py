@@ -95,7 +95,7 @@ def _text_part(raw: RawConfig) -> RawConfig:
         return raw
     outer = {key: raw[key] for key in OUTER_FIELDS if key in raw}
     tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
-    return {**outer, **raw["text_config"], **tied, "architectures": [text]}
+    return {**outer, **(raw.get("text_config") or {}), **tied, "architectures": [text]}
 
 
 def _architecture(raw: RawConfig) -> str:

@@ -148,8 +148,8 @@ class GraniteMlps:
 
     def __init__(self, config: ModelConfig, source: Weights) -> None:
         self._source, self._count = source, config.experts.count if config.experts is not None else 0
-        # The parts of a tensor are requested one after the other.
-        self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))
+        # The parts of a layer are requested expert by expert: each tensor is read once, and shared by its parts.
+        self._layer, self._stacks = "", dict[str, torch.Tensor]()
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor `name`; see Weights."""
@@ -161,10 +161,12 @@ class GraniteMlps:
         stored = (
             f"{layer}{'block_sparse_moe' if expert else 'shared_mlp'}.{'output' if down else 'input'}_linear.weight"
         )
-        if self._last[0] != stored:
+        if layer != self._layer:
+            self._layer, self._stacks = layer, {}
+        if stored not in self._stacks:
             wanted = (rows if down else 2 * rows, shape[1])
-            self._last = stored, self._source.get(stored, (self._count, *wanted) if expert else wanted)
-        found = self._last[1][int(expert)] if expert else self._last[1]
+            self._stacks[stored] = self._source.get(stored, (self._count, *wanted) if expert else wanted)
+        found = self._stacks[stored][int(expert)] if expert else self._stacks[stored]
         return found[rows:] if part == "up" else found[:rows]
 
 
