@@ -717,7 +717,7 @@ class TestSeveralModels:
                 workers.set_cards(workers.find("w0"), cards)
                 assert workers.base_models == ["m", "n"]
                 assert (workers.base_of("alias"), workers.base_of("sql")) == ("m", "m")
-                assert workers.adapters == {"sql", "m:sql"}
+                assert workers.adapters == {"sql", "m:sql", "alias:sql"}
                 assert (await client.complete(model="alias")).status == 200
                 assert [len(a.asked), len(b.asked)] == [1, 0]
 

@@ -54,6 +54,7 @@ class _Running:
     tasks: of open lines, by place.
     failures: how often lines in a row met a busy server.
     retry_s: when lines may start again.
+    end_s: when its end is tried again, after its files could not be written.
     """
 
     batch: Batch
@@ -62,6 +63,7 @@ class _Running:
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     failures: int = 0
     retry_s: float = 0.0
+    end_s: float = 0.0
 
 
 class BatchRunner:
@@ -125,14 +127,23 @@ class BatchRunner:
                 self._checking[batch.id] = asyncio.ensure_future(self._begin(batch))
         now = self._clock()
         for running in list(self._running.values()):
-            batch = running.batch
-            if batch.status == "cancelling":
-                await self._give_up(running, "cancelled", CANCELLED)
-            elif now >= batch.expires_at:
-                await self._give_up(running, "expired", EXPIRED)
-            elif not running.left and not running.tasks:
-                await self._finish(running, {})
+            if now < running.end_s:
+                continue
+            try:
+                await self._end_if_due(running, now)
+            except OSError as error:
+                logger.error("batch %s cannot be ended; it is tried again: %s", running.batch.id, error)
+                running.end_s = running.retry_s = now + MAX_RETRY_S
         await self._start_lines()
+
+    async def _end_if_due(self, running: _Running, now: float) -> None:
+        batch = running.batch
+        if batch.status == "cancelling":
+            await self._give_up(running, "cancelled", CANCELLED)
+        elif now >= batch.expires_at:
+            await self._give_up(running, "expired", EXPIRED)
+        elif not running.left and not running.tasks:
+            await self._finish(running, {})
 
     async def _begin(self, batch: Batch) -> None:
         """Check a batch, or find where it was."""
@@ -163,6 +174,7 @@ class BatchRunner:
 
     async def _start_lines(self) -> None:
         ready = [running for running in self._running.values() if running.left and self._clock() >= running.retry_s]
+        ready.sort(key=lambda running: running.batch.expires_at)
         free = await self._room.free(self.open_lines) if ready else 0
         for running in ready:
             while free > 0 and running.left:

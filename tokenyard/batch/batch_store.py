@@ -27,6 +27,8 @@ MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 WINDOW = re.compile(r"(\d{1,4})([mhd])")
 UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 14 * 86400
+KEEP_INPUT_S = 86400
+"""How long an input is kept at least after the window of its batch."""
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
@@ -182,8 +184,10 @@ class BatchStore:
             expires_at=now + seconds,
             metadata=metadata,
         )
-        self._batches[batch.id] = batch
+        # A batch still reads its input when it expires, to name the lines that have no answer.
+        self._files.keep_until(file, batch.expires_at + KEEP_INPUT_S)
         self.save(batch)
+        self._batches[batch.id] = batch
         return batch
 
     def find(self, tenant: str, name: str) -> Batch | None:
@@ -257,18 +261,28 @@ class BatchStore:
 
     def add(self, batch: Batch, answers: Sequence[Answer]) -> None:
         """Keep answers."""
-        with self._answers(batch).open("ab") as file:
-            file.write(b"".join(msgspec.json.encode(answer) + b"\n" for answer in answers))
-            file.flush()
-            os.fsync(file.fileno())
+        data = memoryview(b"".join(msgspec.json.encode(answer) + b"\n" for answer in answers))
+        with self._answers(batch).open("ab", buffering=0) as file:
+            begin = os.fstat(file.fileno()).st_size
+            try:
+                while data:
+                    data = data[file.write(data) :]
+                os.fsync(file.fileno())
+            except OSError:
+                # Half a line would hide all that come after it.
+                file.truncate(begin)
+                raise
 
     def finish(self, batch: Batch, status: Status, rest: dict[int, dict[str, Any]]) -> None:
         """Write the files of a batch, and end it. rest: error lines of requests without an answer, by place."""
         answers = self.answers(batch)
         good = [orjson.dumps(answers[place].line) for place in sorted(answers) if answers[place].succeeded]
         bad = {place: answer.line for place, answer in answers.items() if not answer.succeeded} | rest
-        batch.output_file_id = self._write(batch, "output", good)
-        batch.error_file_id = self._write(batch, "error", [orjson.dumps(bad[place]) for place in sorted(bad)])
+        # A disk that is full for a moment must not make it write the first file again and again.
+        if batch.output_file_id is None:
+            batch.output_file_id = self._write(batch, "output", good)
+        if batch.error_file_id is None:
+            batch.error_file_id = self._write(batch, "error", [orjson.dumps(bad[place]) for place in sorted(bad)])
         self.move(batch, status)
         self._answers(batch).unlink(missing_ok=True)
 

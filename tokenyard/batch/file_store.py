@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ MAX_FILE_BYTES = 200_000_000
 DEFAULT_AGE_S = 30 * 86400
 MIN_AGE_S, MAX_AGE_S = 3600, 30 * 86400
 """OpenAI's limits of `expires_after`."""
+
+OUTPUT = "batch_output"
+"""The purpose of files that batches write, which do not count against what a tenant may keep."""
 
 Clock = Callable[[], float]
 
@@ -84,7 +89,7 @@ def lock_folder(folder: Path, flag: str) -> int:
 
 
 class FileStore:
-    """The files in a folder. Used from one thread at a time.
+    """The files in a folder. Used from several threads: uploads and ends of batches write at the same time.
 
     max_bytes: what the files of one tenant may take together.
     """
@@ -92,6 +97,10 @@ class FileStore:
     def __init__(self, folder: Path, max_bytes: int, clock: Clock = time.time) -> None:
         self._folder, self._max_bytes, self._clock = folder, max_bytes, clock
         self._files: dict[str, StoredFile] = {}
+        self._lock = threading.Lock()
+        self._writing: Counter[str] = Counter()
+        """Bytes of each tenant that are being written."""
+
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("file-*.json")):
             try:
@@ -113,10 +122,13 @@ class FileStore:
         Raises StorageFullError beyond that, and OSError if the disk does not take it.
         """
         self.sweep()
-        used = sum(file.bytes for file in self._files.values() if file.tenant == tenant)
-        if limited and used + len(data) > self._max_bytes:
-            message = f"your files take {used} of {self._max_bytes} bytes, and this one has {len(data)}; delete some"
-            raise StorageFullError(message, param="file")
+        with self._lock:
+            kept = (file.bytes for file in self._all() if file.tenant == tenant and file.purpose != OUTPUT)
+            used = self._writing[tenant] + sum(kept)
+            if limited and used + len(data) > self._max_bytes:
+                taken = f"your files take {used} of {self._max_bytes} bytes"
+                raise StorageFullError(f"{taken}, and this one has {len(data)}; delete some", param="file")
+            self._writing[tenant] += len(data) * limited
         now = int(self._clock())
         file = StoredFile(f"file-{uuid.uuid4().hex}", tenant, filename, purpose, len(data), now, now + age_s)
         try:
@@ -125,7 +137,11 @@ class FileStore:
         except OSError:
             self._data(file.id).unlink(missing_ok=True)
             raise
-        self._files[file.id] = file
+        else:
+            self._files[file.id] = file
+        finally:
+            with self._lock:
+                self._writing -= Counter({tenant: len(data) * limited})
         return file
 
     def find(self, tenant: str, name: str) -> StoredFile | None:
@@ -135,10 +151,16 @@ class FileStore:
             return None
         return file
 
+    def keep_until(self, file: StoredFile, time_s: int) -> None:
+        """Have a file not expire before a Unix time. Raises OSError."""
+        if file.expires_at < time_s:
+            file.expires_at = time_s
+            write_whole(self._record(file.id), msgspec.json.encode(file))
+
     def of_tenant(self, tenant: str) -> list[StoredFile]:
         """A tenant's files, the newest first."""
         self.sweep()
-        own = [file for file in self._files.values() if file.tenant == tenant]
+        own = [file for file in self._all() if file.tenant == tenant]
         return sorted(own, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def path(self, file: StoredFile) -> Path:
@@ -154,8 +176,12 @@ class FileStore:
     def sweep(self) -> None:
         """Remove files that have expired."""
         now = self._clock()
-        for file in [file for file in self._files.values() if file.expires_at <= now]:
+        for file in [file for file in self._all() if file.expires_at <= now]:
             self.delete(file)
+
+    def _all(self) -> list[StoredFile]:
+        """All files as of now; others may come and go meanwhile."""
+        return list(self._files.values())
 
     def _data(self, name: str) -> Path:
         return self._folder / f"{name}.data"

@@ -92,10 +92,17 @@ class WeightUpdates:
             digest, files = folder_digest(folder), []
         received, self._received = self._received if source.received else [], []
         for file in [*map(open_safetensors, map(Path, source.files)), *received]:
-            files = [before for before in files if not before.names <= file.names] + [file]
+            files.append(file)
             content = file_digest(file.path) if file.path.exists() else tensors_digest(file)
             digest = blake2b(f"{digest}\0{content}".encode(), digest_size=DIGEST_BYTES).hexdigest()
-        return Checkpoint(folder, tuple(files), digest)
+        # Of a file whose tensors have all been replaced since, by one file or by several, nothing is read any more.
+        kept: list[SafetensorsFile] = []
+        replaced: set[str] = set()
+        for file in reversed(files):
+            if not file.names <= replaced:
+                kept.append(file)
+                replaced |= file.names
+        return Checkpoint(folder, tuple(reversed(kept)), digest)
 
 
 def folder_digest(folder: Path) -> str:

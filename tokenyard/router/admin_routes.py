@@ -43,8 +43,8 @@ FAN_OUT = {
 OF_ENGINES = ("/v1/files", "/v1/batches")
 """Paths of what one engine keeps."""
 
-EMPTY_CACHE = ("/flush_cache", "/update_weights_from_disk")
-"""Those of them after which a worker has nothing in its cache that a request can use."""
+EMPTY_CACHE = ("/flush_cache", "/update_weights_from_disk", "/pause")
+"""Those of them after which a worker has nothing in its cache that a request can use; by default, for `/pause`."""
 
 PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})

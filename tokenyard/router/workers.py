@@ -101,7 +101,13 @@ class HttpWorkers(Workers[HttpWorker]):
         named = {str(card["id"]): card.get("root") for card in cards if not card.get("parent")}
         aliases = frozenset(name for name, root in named.items() if root != name and root in named)
         bases = frozenset(named) - aliases
-        names = (f"{card.get('parent')}:{card['id']}" for card in cards if card.get("parent"))
+        parents = {name: [name, *(one for one in aliases if named[one] == name)] for name in bases}
+        names = (
+            f"{name}:{card['id']}"
+            for card in cards
+            if card.get("parent")
+            for name in parents.get(str(card["parent"]), [card["parent"]])
+        )
         worker.cards = cards
         lengths = [card.get("max_model_len") for card in cards]
         worker.context_length = lengths[0] if lengths and isinstance(lengths[0], int) else None

@@ -215,8 +215,8 @@ class ServerState:
         """
         adapter = ""
         if name and name not in self.options.base_names:
-            bases = (base for base in self.options.base_names if name.startswith(f"{base}:"))
-            adapter = name.removeprefix(f"{next(bases, '')}:")
+            bases = [base for base in self.options.base_names if name.startswith(f"{base}:")]
+            adapter = name.removeprefix(f"{max(bases, key=len, default='')}:")
             self._check_adapter(adapter, name, "model")
         if not lora_path:
             return adapter

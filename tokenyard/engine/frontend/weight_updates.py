@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenyard.base import TokenyardError, WeightSource
+from tokenyard.base import Pause, TokenyardError, WeightSource
 from tokenyard.engine.frontend.data_parallel_controller import DataParallelController
 from tokenyard.engine.frontend.scheduler_client import SchedulerClient
 from tokenyard.engine.frontend.weight_files import WeightFiles
@@ -110,6 +110,9 @@ class WeightUpdates:
         async with self._updating:
             await self._ranks.call("resume_memory", Any, PREPARE_TIMEOUT_S, tags=sorted(tags))
             self.released -= set(tags)
+            if self._ranks.paused:
+                # A pause that came while memory was released; the ranks go on by themselves once they have it again.
+                self._ranks.pause(Pause())
 
     async def join_group(
         self, group: str, address: str, port: int, *, rank_offset: int, size: int, backend: str
@@ -139,7 +142,7 @@ class WeightUpdates:
         self.files.close()
 
     async def _update(self, update: WeightUpdate) -> str:
-        source = update.source
+        source, ranks = update.source, self._processes
         given = {"folder": source.folder, "files": list(source.files), "received": source.received}
         try:
             digests = await self._ranks.call("prepare_weights", str, PREPARE_TIMEOUT_S, **given)
@@ -149,6 +152,10 @@ class WeightUpdates:
         if len(set(digests)) > 1:
             await self._drop()
             raise TokenyardError("the ranks of the engine read different weights; the files changed meanwhile")
+        if self._processes != ranks:
+            # It has prepared nothing, and goes on with the weights in use.
+            await self._drop()
+            raise TokenyardError("a rank of the engine has restarted meanwhile; send the weights again")
         self._count += 1
         self.version = version = update.version or str(self._count)
         self._folder = source.folder
@@ -158,6 +165,11 @@ class WeightUpdates:
         # What the balancer expects to be cached is KV of the old weights.
         self._ranks.balancer.flushed()
         return version
+
+    @property
+    def _processes(self) -> list[int]:
+        """The numbers of the processes of all ranks that run."""
+        return [client.source for client in self._ranks.clients]
 
     async def _drop(self) -> None:
         """Have all schedulers free what they have prepared, as one of them could not."""

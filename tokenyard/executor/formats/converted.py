@@ -179,11 +179,12 @@ class ConvertedFileWriter:
 
     def __init__(self, path: Path, facts: Mapping[str, str], folder: Path) -> None:
         self._path = path
-        self._header = {"facts": dict(facts), "sources": [asdict(one) for one in source_files(folder, digests=True)]}
+        sources = source_files(folder, digests=True)
+        self._header = {"facts": dict(facts), "sources": [asdict(one) for one in sources]}
         # Who may not read the weights may not read them here either.
         self._mode = 0o644
-        for name in (one["name"] for one in self._header["sources"]):
-            self._mode &= 0o600 | (folder / name).stat().st_mode
+        for one in sources:
+            self._mode &= 0o600 | (folder / one.name).stat().st_mode
         self._scratch: Path | None = None
 
     def reserve(self, layout: str, sizes: tuple[int, int]) -> tuple[PackedBytes, PackedBytes]:

@@ -78,6 +78,7 @@ async def update_weights_from_tensor(
     body = request.headers.get("content-type", "").partition(";")[0].strip()
     files = state.control.weights.files
     if body in TENSOR_TYPES:
+        version = checked_version(weight_version)
         path = await _receive(request, files.new_path())
     else:
         content = await read_body(request.receive, state.options.max_body_bytes)
@@ -90,12 +91,12 @@ async def update_weights_from_tensor(
             raise InvalidRequestError(message, param="serialized_named_tensors")
         if not fields.path:
             raise InvalidRequestError("give the path of a safetensors file, or send one as the body", param="path")
-        weight_version = fields.weight_version or weight_version
+        # Before the file is copied, as nothing would remove it.
+        version = checked_version(fields.weight_version or weight_version)
         flush_cache = flush_cache if fields.flush_cache is None else fields.flush_cache
         abort_all_requests = fields.abort_all_requests or abort_all_requests
         path = await asyncio.to_thread(files.copy, fields.path)
     await asyncio.to_thread(check_tensor_file, path)
-    version = checked_version(weight_version)
     staged = state.control.weights.stage(path)
     if not flush_cache:
         message = f"the tensors are used with the next ones that come without flush_cache=false; {staged} files wait"
@@ -207,10 +208,12 @@ async def get_weights_by_name(state: State, body: Body) -> Any:
     if not 1 <= rows <= MAX_ROWS:
         raise InvalidRequestError(f"truncate_size must be 1 to {MAX_ROWS}", param="truncate_size")
     try:
-        return await state.control.weight(fields.name, rows)
+        found = await state.control.weight(fields.name, rows)
     except ConfigError as error:
         error.param = "name"
         raise
+    # JSON has no NaN and no infinity, which weights of a failed training have; these are null.
+    return Response(orjson.dumps(found), media_type="application/json")
 
 
 def checked_version(version: str | None) -> str:

@@ -74,6 +74,7 @@ class Batches:
 
     async def _ask(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
         """Answer a line by the server's own route."""
+        tenant = headers.get(TENANT_HEADER, "")
         unread = [{"type": "http.request", "body": body, "more_body": False}]
         status, parts = 500, []
 
@@ -102,6 +103,9 @@ class Batches:
             "server": None,
             "scheme": "http",
         }
+        if tenant:
+            # A header has no room for all letters that a tenant's name may have.
+            scope[TENANT] = tenant
         await self._app(scope, receive, send)
         return status, b"".join(parts)
 
@@ -146,6 +150,9 @@ class SpareRoom:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._waiting: weakref.WeakSet[_Waiting] = weakref.WeakSet()
+        self._parts: dict[str, set[str]] = {}
+        """Ids of the requests of each line, by the line's own."""
+
         self._open: set[str] = set()
         self._begun: set[str] = set()
         self._held: set[str] = set()
@@ -155,7 +162,11 @@ class SpareRoom:
 
     def observe(self, spec: GenerateReqInput, headers: Mapping[str, str]) -> _Waiting | _Line:
         """Watch a request that arrives."""
-        if spec.rid in self._open:
+        # A line with several prompts is several requests, and those for embeddings have ids of their own.
+        parts = self._parts.get(headers.get("x-request-id", spec.rid))
+        if parts is not None:
+            parts.add(spec.rid)
+            self._open.add(spec.rid)
             return _Line(spec.rid, self._begun, self._line_ended)
         waiting = _Waiting(self._waiting)
         self._hold(self._open - self._begun)
@@ -181,11 +192,13 @@ class SpareRoom:
     def started(self, rid: str) -> None:
         """A line starts."""
         self._open.add(rid)
+        self._parts[rid] = {rid}
 
     def ended(self, rid: str) -> None:
         """A line has ended."""
+        parts = self._parts.pop(rid, {rid})
         for rids in (self._open, self._begun, self._held):
-            rids.discard(rid)
+            rids -= parts
 
     def _line_ended(self, tokens: int) -> None:
         before = self._tokens_of_line or tokens
@@ -307,7 +320,10 @@ async def create(request: Request, kept: Kept, tenant: Tenant) -> dict[str, Any]
     state: ServerState = request.app.state.server
     body = await read_body(request.receive, state.options.max_body_bytes)
     fields = parse(body, CreateBatch, strict=state.options.strict_api)
-    batch = kept.store.create(tenant, fields)
+    try:
+        batch = kept.store.create(tenant, fields)
+    except OSError as error:
+        raise OverloadedError(f"the batch cannot be kept: {error.strerror}", code="storage_failed") from error
     kept.runner.wake()
     return batch.public()
 

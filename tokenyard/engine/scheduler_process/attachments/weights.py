@@ -105,8 +105,8 @@ class WeightUpdater(Attachment):
 
     def _hold(self, now: int) -> Sequence[Event]:
         """Plan no further step, unless a client has paused the engine already."""
-        if self._holding or self._core.snapshot(now).paused:
-            return ()
+        if self._core.snapshot(now).paused:
+            return ()  # also once a client has resumed the engine meanwhile, this is a pause of ours again
         self._holding = True
         return [Pause("in_place")]
 
@@ -152,7 +152,9 @@ class WeightUpdater(Attachment):
         return self._reply
 
     def _drop(self, now: int) -> None:
-        """Free what was prepared."""
+        """Free what was prepared, unless that are the weights that this process is to go on with."""
+        if self._restoring:
+            return
         self._reading = self._digest = None
         self._executor.drop_weights()
 
@@ -221,8 +223,12 @@ class WeightUpdater(Attachment):
         reply, then = self._replies.pop(number)
         if refusal:
             reply.set_exception(ConfigError(refusal))
-        else:
+            return
+        try:
             then()
+        except Exception as error:
+            reply.set_exception(error)
+        else:
             reply.set_result(value)
 
     def _work(self, source: WeightSource) -> None:
