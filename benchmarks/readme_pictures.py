@@ -1,6 +1,7 @@
 """The pictures of the README: what the policy `slo` gains on the Azure conv trace, who pays for it, and a plan.
 
     python -m benchmarks.readme_pictures [--jobs N] [--limit N] [--out docs/img]
+    python -m benchmarks.readme_pictures --sessions FILE  # of sessions, from `benchmarks.agents --json FILE`
 
 Settings and trace are those of `benchmarks.goodput`. Writes `gain.svg`, `price.svg` and `plan.svg` (`--plan` only this
 one) and prints the figures in them. The plan is that of `tokenyard plan` for the first 3,000 requests of the trace at
@@ -12,6 +13,7 @@ import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.goodput import AZURE, PROFILE, load, settings_of
@@ -63,6 +65,20 @@ def price(results: Results) -> list[Chart]:
     return [lengths, waits]
 
 
+def sessions_picture(path: Path) -> list[Chart]:
+    """Sessions of coding agents under several policies, means over seeds: what they gain, and what it costs."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    turns = Chart(f"{lines[0]['load']} sessions of coding agents: turns an hour", "", "turns an hour")
+    waits = Chart("The price: time to the first token", "", "seconds")
+    for row in dict.fromkeys(line["row"] for line in lines):
+        runs = [line for line in lines if line["row"] == row]
+        name = row.replace(" --radix-eviction-policy", ",")
+        turns.bars(["mean", "lowest"], [total([run["turns_per_hour"] for run in runs]) for total in (mean, min)], name)
+        ttft = [mean(run["ttft_s"][key] for run in runs) for key in ("p50", "p95")]
+        waits.bars(["p50", "p95", "longest wait"], [*ttft, max(run["longest_wait_s"] for run in runs)], name)
+    return [turns, waits]
+
+
 def plan_picture(jobs: int, limit: int | None) -> list[Chart]:
     """What serves the trace at twelve times its rate, on two devices, and how sure that is."""
     parser = argparse.ArgumentParser()
@@ -84,7 +100,12 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--out", type=Path, default=Path("docs/img"))
     parser.add_argument("--plan", action="store_true", help="only the picture of the plan")
+    parser.add_argument("--sessions", type=Path, metavar="FILE", help="only the picture of sessions, from these runs")
     args = parser.parse_args()
+    if args.sessions:
+        charts = sessions_picture(args.sessions)
+        (args.out / "sessions.svg").write_text(picture(charts), encoding="utf-8")
+        return
     (args.out / "plan.svg").write_text(picture(plan_picture(args.jobs, args.limit)), encoding="utf-8")
     if args.plan:
         return
