@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(own, monkeypatch):
 
 def test_a_foreign_header_that_is_nested_too_deeply_is_refused(tmp_path):
     text, path = b"[" * 200_000, tmp_path / "model.packed"
-    path.write_bytes(converted.HEAD.pack(converted.MAGIC, len(text), converted._of_header(text)) + text)
+    path.write_bytes(converted.HEAD.pack(converted.MAGIC, len(text), converted.header_digest(text)) + text)
     with pytest.raises(converted.UnusableFileError, match="damaged or no converted file"):
         converted.ConvertedFile(path, {}, tmp_path)
 

@@ -161,7 +161,7 @@ def _read_header(head: bytes, file: Any, size: int) -> tuple[dict[str, Any], int
     if length > min(size, MAX_HEADER_BYTES):
         raise ValueError("its header is cut off")
     text = file.read(length)
-    if _of_header(text) != digest:
+    if header_digest(text) != digest:
         raise ValueError("its header has another checksum")
     header = json.loads(text)
     if not isinstance(header, dict) or any(not isinstance(header.get(name), kind) for name, kind in HEADER.items()):
@@ -190,7 +190,7 @@ class ConvertedFileWriter:
     def reserve(self, layout: str, sizes: tuple[int, int]) -> tuple[PackedBytes, PackedBytes]:
         """See WeightsMemory. Raises ConfigError where the file cannot be written."""
         text = json.dumps(self._header | {"layout": layout, "bytes": list(sizes)}).encode()
-        head = HEAD.pack(MAGIC, len(text), _of_header(text)) + text
+        head = HEAD.pack(MAGIC, len(text), header_digest(text)) + text
         begin, size = _up(len(head)), sum(map(_up, sizes))
         with self._writing():
             handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
@@ -246,7 +246,8 @@ def _up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _of_header(text: bytes) -> bytes:
+def header_digest(text: bytes) -> bytes:
+    """The checksum that stands before a header; it finds damage, and keeps nobody from writing a header."""
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
