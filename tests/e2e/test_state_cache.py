@@ -9,13 +9,11 @@ from tests.executor.tiny_models import judge, logits, prompt_of
 CASE = "qwen3.5"
 TURNS, ANSWER_TOKENS, TURN_TOKENS, INTERVAL = 30, 12, 8, 8
 POOL = ("--page-size", "4", "--max-running-requests", "4")
-APART = ("--max-total-tokens", "800", "--max-mamba-cache-size", "12")
 POLICIES = {
     "one pool, divided by worth": ("--max-total-tokens", "500"),
-    "worth": APART,
-    "per-path": (*APART, "--mamba-retention-policy", "per-path"),
-    "last": (*APART, "--mamba-retention-policy", "last"),
+    "per-path": ("--max-total-tokens", "800", "--max-mamba-cache-size", "12", "--mamba-retention-policy", "per-path"),
 }
+"""The others are in tests/scheduler/test_state_checkpoints.py."""
 
 
 def ask(url, prompt, tokens):
