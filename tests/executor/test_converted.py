@@ -142,7 +142,7 @@ def another_release(monkeypatch):
 def other_instructions(monkeypatch):
     if len(LIBRARY.levels()) < 2:
         pytest.skip("this CPU has one kind of kernels")
-    monkeypatch.setattr(LIBRARY, "level", 0)
+    monkeypatch.setattr(LIBRARY, "level", next(level for level in LIBRARY.levels() if level != LIBRARY.level))
 
 
 MISFITS = {
@@ -151,7 +151,7 @@ MISFITS = {
     "quantization": (None, None, {"quantization": "q8"}, "was made with --quantization none, and this is q8"),
     "version": (None, library_of_another_version, {}, "was made by another version of tokenyard"),
     "release": (None, another_release, {}, "was made by another version of tokenyard"),
-    "instructions": (None, other_instructions, {}, "kernels, and this machine uses plain"),
+    "instructions": (None, other_instructions, {}, "kernels, and this machine uses"),
 }
 
 
@@ -167,7 +167,8 @@ def test_what_does_not_fit_is_ignored(own, caplog, monkeypatch, case):
     found = all_logits(load(path, **options), PROMPT)
     line = next(record.getMessage() for record in caplog.records if "is ignored" in record.getMessage())
     assert line.startswith(f"{file} was made ")
-    assert line.endswith(f"{message}; run `tokenyard convert` again; it is ignored")
+    assert message in line
+    assert line.endswith("; run `tokenyard convert` again; it is ignored")
     Path(file).unlink()
     assert torch.equal(found, all_logits(load(path, **options), PROMPT))
 

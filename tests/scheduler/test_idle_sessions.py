@@ -7,6 +7,12 @@ from tests.scheduler.test_reuse_eviction import S, press, turn
 from tokenyard.base import SessionEnded
 
 
+def counting_yard(**settings):
+    yard = make_yard(pages=300, headroom="none", **settings)
+    yard.scheduler.state.counts_sessions = True
+    return yard
+
+
 def counts(yard):
     snapshot = yard.scheduler.snapshot(yard.now)
     measures = snapshot.measures
@@ -15,7 +21,7 @@ def counts(yard):
 
 @pytest.mark.parametrize("settings", [{}, {"schedule_policy": "session", "radix_eviction_policy": "reuse"}])
 def test_sessions_are_active_then_resident_then_evicted(settings):
-    yard = make_yard(pages=300, headroom="none", **settings)
+    yard = counting_yard(**settings)
     assert "active_sessions" not in yard.scheduler.snapshot(yard.now).measures or settings
     yard.submit([1] * 100, max_new=1, session="s1")
     assert counts(yard) == (1, 0, 0)
@@ -32,7 +38,7 @@ def test_sessions_are_active_then_resident_then_evicted(settings):
 
 
 def test_a_turn_learns_when_its_kv_was_evicted_and_for_which_request():
-    yard = make_yard(pages=300, headroom="none")
+    yard = counting_yard()
     turn(yard, 1)
     turn(yard, 2)
     kept = yard.submit([2] * 100, max_new=1, session="s2")
@@ -53,10 +59,16 @@ def test_a_turn_learns_when_its_kv_was_evicted_and_for_which_request():
 
 
 def test_a_flush_evicts_too():
-    yard = make_yard(pages=300, headroom="none")
+    yard = counting_yard()
     turn(yard, 1)
     yard.scheduler.flush(yard.now)
     assert counts(yard) == (0, 0, 1)
     again = yard.submit([1] * 110, max_new=1, session="s1")
     yard.run()
     assert yard.scheduler.explain(again, yard.now).timings.evicted_tokens == 100
+
+
+def test_elsewhere_than_in_a_server_sessions_cost_nothing():
+    yard = make_yard(pages=300, headroom="none")
+    turn(yard, 1)
+    assert yard.scheduler.state.sessions is None

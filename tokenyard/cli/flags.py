@@ -32,7 +32,6 @@ ROUTER_PREFIX = "TOKENYARD_ROUTE_"
 FOREIGN_FLAGS = {
     "a model is divided by --tp-size or --pp-size": "ep-size enable-expert-parallel",
     "each node has its own command: --nnodes, --node-rank, --dist-init-addr": "use-ray master-addr master-port",
-    "KV is stored in --dtype": "kv-cache-dtype",
     "models run with this package's own code only": "trust-remote-code sampling-backend",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
     "drafts are set by --speculative-algorithm (NGRAM, STANDALONE)": "speculative-config speculative-num-steps",

@@ -345,7 +345,7 @@ class Scheduler:
     def plan(self, now: int) -> StepPlan | None:
         """The next step, or None if there is nothing to do before the next event or commit."""
         self.state.expire(now)
-        if self.state.sessions is not None:
+        if self.state.sessions is not None and (self.state.counts_sessions or self.state.memory.evicts_by_time):
             self.state.sessions.begin_step(self.state.cost, now)
         if self.state.memory.states is not None:
             self.state.memory.states.now = now

@@ -138,6 +138,8 @@ class SchedulerState:
         self.holders: PrefixHolders | None = None
         self.sessions: SessionTable | None = None
         self.eviction_value = load_eviction_value(settings.radix_eviction_policy)
+        self.counts_sessions = False
+        """Whether sessions are counted from the first one on, whatever the policy. The server does."""
         self._sessions_seen = False
         self._loads: dict[bytes, list[int]] = {}
         self.waiting_index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
@@ -155,7 +157,7 @@ class SchedulerState:
         self.waiting.append(row)
         self.waiting_index.add(row)
         request = self.table.request(row)
-        if self.sessions is None and request.session:
+        if self.sessions is None and self.counts_sessions and request.session:
             self._sessions_seen = True
             self._watch_sessions()
         if self.sessions is not None:
@@ -621,7 +623,7 @@ class SchedulerState:
         self._watch_sessions()
 
     def _watch_sessions(self) -> None:
-        """Keep the table from the first session on, and while policy or eviction read it, if there is a tree."""
+        """Keep the table while policy or eviction read it, or sessions are counted, if there is a tree."""
         wanted = (self._ranks_sessions or self._sessions_seen) and self.memory.tree.enabled
         if not wanted and self.sessions is not None:
             self.sessions.close()

@@ -1,9 +1,9 @@
 """Which sessions are idle between two turns, for how long, how much of their KV is in the prefix tree, and what it is
 worth to keep it.
 
-A session belongs to its tenant: the same id of another tenant is another session. The table is active from the first
-request with a session on, and while the policy or the eviction reads it. It never keeps KV from being evicted: it
-counts and ranks.
+A session belongs to its tenant: the same id of another tenant is another session. The table is active while the
+policy or the eviction reads it, and in a server from the first request with a session on. It never keeps KV from being
+evicted: it counts and ranks.
 """
 
 from bisect import bisect_right

@@ -91,9 +91,13 @@ def build_scheduler(
     """
     origin = Origin(config.scheduler_settings(info), info, prior)
     if tape is None:
-        return origin.scheduler()
+        scheduler = origin.scheduler()
+        scheduler.state.counts_sessions = True
+        return scheduler
     key = None if config.record_plain else secrets.token_bytes(KEY_BYTES)
-    return RecordingScheduler(origin, tape, key, __version__)
+    recorder = RecordingScheduler(origin, tape, key, __version__)
+    recorder.scheduler.state.counts_sessions = True
+    return recorder
 
 
 def measure_prior(config: EngineConfig, executor: Executor) -> LinearCost | None:
