@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3M
 from tests.executor.driver import Driver
 from tests.executor.gguf_maker import write_gguf
 from tests.executor.test_quantized import words
-from tests.executor.tiny_models import SMALL
+from tests.executor.tiny_models import SMALL, prompt_of
 from tokenyard.executor.formats.weight_format import FORMATS
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.quantized import AWQ_ORDER
@@ -172,3 +172,16 @@ INT4_CASES = {
     ),
     "compressed": (PACK_QUANTIZED, as_int4, {"form": "compressed", "group": 32}),
 }
+
+
+def adapter_shifts(folders, adapter):
+    """What an adapter adds to the logits of each model."""
+    prompt, moved = prompt_of(20, seed=3), []
+    for folder in folders:
+        executor = load(folder, lora_slots=1, lora_rank=4)
+        without = all_logits(executor, prompt)
+        executor.load_adapter("own", adapter)
+        driver = Driver(executor)
+        driver.launch((driver.start(prompt, adapter=("own", 1)), None), delay=True)
+        moved.append(executor.model.logits(0, len(prompt)).double() - without)
+    return moved

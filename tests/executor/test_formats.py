@@ -19,6 +19,7 @@ from tests.executor.packed_models import (
     KINDS,
     MODELS,
     WIDE,
+    adapter_shifts,
     all_logits,
     int4_checkpoint,
     load,
@@ -331,15 +332,7 @@ def test_what_is_unpacked_is_said(models, caplog):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M"])
 def test_adapters_over_packed_weights(models, tmp_path, kind):
     """An adapter adds what it adds to the model of the numbers that the file's mean."""
-    adapter, prompt, moved = make_adapter(tmp_path / "adapter"), prompt_of(20, seed=3), []
-    for folder in models("llama", kind):
-        executor = load(folder, lora_slots=1, lora_rank=4)
-        without = all_logits(executor, prompt)
-        executor.load_adapter("own", adapter)
-        driver = Driver(executor)
-        driver.launch((driver.start(prompt, adapter=("own", 1)), None), delay=True)
-        moved.append(executor.model.logits(0, len(prompt)).double() - without)
-    packed, exact = moved
+    packed, exact = adapter_shifts(models("llama", kind), make_adapter(tmp_path / "adapter"))
     assert exact.std() > 0.1
     assert (packed - exact).std() < 0.1 * exact.std()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.executor.driver import Driver
-from tests.executor.packed_models import GGUF_FORMATS, INT4_CASES, all_logits, load, make_adapter
+from tests.executor.packed_models import GGUF_FORMATS, INT4_CASES, adapter_shifts, make_adapter
 from tests.executor.thread_ranks import load_virtual
 from tests.executor.tiny_models import prompt_of
 from tests.matrix.test_speculation_exactness import repetitive
@@ -101,15 +101,7 @@ def check_tensor_parallel(path, plain):
 
 def check_lora(path, plain, adapter):
     """An adapter adds what it adds to the model of the numbers that the packed ones mean."""
-    prompt, moved = prompt_of(20, seed=3), []
-    for folder in (path, plain):
-        executor = load(folder, lora_slots=1, lora_rank=4)
-        without = all_logits(executor, prompt)
-        executor.load_adapter("own", adapter)
-        driver = Driver(executor)
-        driver.launch((driver.start(prompt, adapter=("own", 1)), None), delay=True)
-        moved.append(executor.model.logits(0, len(prompt)).double() - without)
-    packed, exact = moved
+    packed, exact = adapter_shifts((path, plain), adapter)
     assert exact.std() > 0.1
     assert (packed - exact).std() < 0.15 * exact.std()
 
