@@ -189,8 +189,7 @@ def _granite_hybrid(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     shared, count, active = positive(raw, "shared_intermediate_size"), int(raw.get("num_local_experts") or 0), 0
     if count:
         active = positive(raw, "num_experts_per_tok")
-        if active > count:
-            raise ConfigError(f"config.json: {active} of {count} experts make no sense")
+        _check_active(active, count)
     experts = MoeConfig(
         count=count,
         active=active,
@@ -331,8 +330,7 @@ def _gemma4_global_heads(raw: RawConfig, windows: tuple[int, ...]) -> tuple[int,
 
 def _gemma4_experts(raw: RawConfig) -> MoeConfig:
     count, active = positive(raw, "num_experts"), positive(raw, "top_k_experts")
-    if active > count:
-        raise ConfigError(f"config.json: {active} of {count} experts make no sense")
+    _check_active(active, count)
     return MoeConfig(
         count=count,
         active=active,
@@ -409,11 +407,15 @@ def _deepseek_experts(raw: RawConfig, third: bool) -> MoeConfig | None:
     return found if layers else None
 
 
+def _check_active(active: int, count: int) -> None:
+    if active > count:
+        raise ConfigError(f"config.json: a token cannot go to {active} of {count} experts")
+
+
 def _gpt_oss(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     bias = bool(raw.get("attention_bias", True))
     count, active = positive(raw, "num_local_experts"), positive(raw, "num_experts_per_tok")
-    if active > count:
-        raise ConfigError(f"config.json: {active} of {count} experts make no sense")
+    _check_active(active, count)
     if float(raw.get("swiglu_alpha", ALPHA)) != ALPHA:
         raise ConfigError(f"config.json: swiglu_alpha {raw['swiglu_alpha']} is not supported, only {ALPHA}")
     experts = MoeConfig(
