@@ -6,6 +6,7 @@ is none.
 
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -147,11 +148,12 @@ def check_line(line: bytes, endpoint: str, seen: set[str]) -> dict[str, Any]:
 
 
 class BatchStore:
-    """The batches in a folder, with their files. Used from one thread at a time."""
+    """The batches in a folder, with their files. Lines that end together add their answers from several threads."""
 
     def __init__(self, folder: Path, files: FileStore, clock: Clock = time.time) -> None:
         self._folder, self._files, self._clock = folder, files, clock
         self._batches: dict[str, Batch] = {}
+        self._adding = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("batch_*.json")):
             try:
@@ -262,7 +264,7 @@ class BatchStore:
     def add(self, batch: Batch, answers: Sequence[Answer]) -> None:
         """Keep answers."""
         data = memoryview(b"".join(msgspec.json.encode(answer) + b"\n" for answer in answers))
-        with self._answers(batch).open("ab", buffering=0) as file:
+        with self._adding, self._answers(batch).open("ab", buffering=0) as file:
             begin = os.fstat(file.fileno()).st_size
             try:
                 while data:
