@@ -102,6 +102,46 @@ def test_a_drain_lets_answers_end(mock_server):
         assert all(one.result().endswith(b"data: [DONE]\n\n") for one in open_ones)
 
 
+@pytest.mark.slow
+def test_stored_responses_continue_through_two_routers(mock_server):
+    """Chains of `previous_response_id` alternate between routers that take turns over engines and know no sessions."""
+    openai = pytest.importorskip("openai")
+    other = Server("--executor", "mock", "--mock-step-ms", "2")
+    flags = ("--policy", "round_robin", "--session-header", "")
+    routes = [Route(mock_server.url, other.url, flags=flags) for _ in range(2)]
+    try:
+        clients = [
+            openai.OpenAI(base_url=f"{route.url}/v1", api_key="none", max_retries=0, timeout=60) for route in routes
+        ]
+        chains = [[] for _ in range(4)]
+        for turn in range(3):
+            for number, chain in enumerate(chains):
+                client = clients[(turn + number) % 2]
+                before = chain[-1].id if chain else None
+                fields = {"model": "tokenyard-demo", "max_output_tokens": 4, "previous_response_id": before}
+                chain.append(client.responses.create(input=f"turn {turn} of chat {number}", **fields))
+        assert {chain[0].id[:17] for chain in chains} == {chain[-1].id[:17] for chain in chains}
+        by_engine = {chain[0].id[:17]: chain[-1].id for chain in chains}
+        assert len(by_engine) == 2, "both engines have chains"
+        for chain in chains:
+            assert clients[0].responses.retrieve(chain[1].id).output_text == chain[1].output_text
+            items = clients[1].responses.input_items.list(chain[2].id).data
+            assert len([item for item in items if item.role == "user"]) == 3
+        kill(other)
+        outcomes, missing = [], []
+        for last in by_engine.values():
+            for client in clients:
+                fields = {"model": "default", "max_output_tokens": 4, "previous_response_id": last}
+                try:
+                    outcomes.append(client.responses.create(input="on", **fields).status)
+                except openai.BadRequestError as error:
+                    missing.append((error.code, f"Previous response with id '{last}' not found." in str(error)))
+        assert outcomes == ["incomplete", "incomplete"]
+        assert missing == [("previous_response_not_found", True)] * 2
+    finally:
+        assert [route.close() for route in routes] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from tests.router.fakes import DONE, LAST, STREAM_HEAD, FakeWorker, answer, event, routing
+from tokenyard.base.response_ids import new_response_id
 
 
 def run(coroutine):
@@ -467,3 +468,32 @@ def test_a_stream_that_does_not_begin_is_tried_elsewhere(unhealthy):
             assert router.metrics.retries == 1
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_stored_response_is_asked_for_at_its_engine():
+    async def main():
+        boots = {"a": "a1" * 16, "b": "b2" * 16}
+        workers = [FakeWorker(name, info={"boot_id": f"{boot}-0"}) for name, boot in boots.items()]
+        async with workers[0] as a, workers[1] as b, routing(a, b, policy="round_robin") as (router, client):
+
+            async def ask(name, method="POST", path=""):
+                response_id = new_response_id(boots[name])
+                body = {"input": "x", "previous_response_id": response_id} if not path else None
+                return await client.ask(method, "/v1/responses" + path.format(response_id), body)
+
+            for name in "aabbab":
+                assert (await ask(name)).json["worker"] == name
+                assert (await ask(name, "GET", "/{}")).json["worker"] == name
+                assert (await ask(name, "GET", "/{}/input_items")).json["worker"] == name
+                assert (await ask(name, "DELETE", "/{}")).json["worker"] == name
+            # An id that names no engine, and one whose engine gets no requests: any engine says that it has none.
+            unknown = {"input": "x", "previous_response_id": "resp_1"}
+            answers = [await client.ask("POST", "/v1/responses", unknown) for _ in range(2)]
+            assert {answer.json["worker"] for answer in answers} == {"a", "b"}
+            router.drain_worker(router.workers.find("w0"), draining=True)
+            assert (await ask("a")).json["worker"] == "b"
+            router.drain_worker(router.workers.find("w0"), draining=False)
+            await a.stop()
+            assert (await ask("a")).json["worker"] == "b"
+
+    run(main())

@@ -145,8 +145,9 @@ def test_a_kept_response_can_be_got_and_deleted(start):
     assert server.client.delete(path).json()["deleted"]
     assert server.client.get(path).status_code == 404
     lost = post(server, previous_response_id=made["id"])
-    assert lost.status_code == 404
-    assert lost.json()["error"]["param"] == "previous_response_id"
+    assert lost.status_code == 400
+    error = lost.json()["error"]
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
 
 def test_a_chain_of_responses_cannot_grow_beyond_any_prompt(start):

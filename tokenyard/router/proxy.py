@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from tokenyard.base import TokenyardError
 from tokenyard.base.admin_paths import is_admin_path
+from tokenyard.base.response_ids import engine_of_response
 from tokenyard.base.sessions import conversation_of, derived_session, named_session, short_session, tenant_session
 from tokenyard.router.admin_routes import Control, audit, check_access, tenant_key
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest
@@ -20,7 +21,7 @@ from tokenyard.router.header_forwarding import RANK_HEADER, ROUTE_HEADER, Header
 from tokenyard.router.proxy_exchange import Exchange
 from tokenyard.router.request_features import ParsedRequest, Tokenize, asked_priority, parse_body
 from tokenyard.router.router_settings import RouterSettings
-from tokenyard.router.stream_continuation import wants_stream
+from tokenyard.router.stream_continuation import RESPONSES, wants_stream
 from tokenyard.routing.tenant_limits import KeyUsage
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Router(DispatchDriver):
 
     def _parsed(self, request: ClientRequest) -> ParsedRequest:
         if request.method != b"POST":
-            return ParsedRequest()
+            return ParsedRequest(engine=engine_of_response(_response_in(request.path)))
         parsed = parse_body(
             request.body,
             bytes_per_token=self.bytes_per_token,
@@ -142,6 +143,8 @@ class Router(DispatchDriver):
             adapters=self.workers.adapters,
         )
         parsed.stream = wants_stream(request.path, parsed.fields)
+        stored = parsed.fields.get("previous_response_id") or _response_in(request.path)
+        parsed.engine = engine_of_response(stored)
         if parsed.rank is None and (rank := request.get(RANK_HEADER)):
             parsed.rank = parsed.prefill_rank = _rank(rank)
         if self._session_header:
@@ -205,6 +208,11 @@ class Router(DispatchDriver):
         if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.decode().isprintable():
             return given
         return b"%b-%012x" % (self._id_head, next(self._numbers))
+
+
+def _response_in(path: str) -> str:
+    """The id of the stored response in a path, "" without one."""
+    return path[len(RESPONSES) + 1 :].partition("/")[0] if path.startswith(f"{RESPONSES}/") else ""
 
 
 def _rank(text: bytes) -> int:

@@ -59,6 +59,8 @@ class RequestFacts:
     """Whose request it is, for fair queueing."""
     session: str = ""
     """Requests of one session go to one target."""
+    engine: str = ""
+    """The engine with the stored response that it asks for, by the beginning of its boot id; "" for any."""
     deadline_ns: int | None = None
     """The client's deadline, from the arrival on; None for none."""
     rank: int | None = None
@@ -375,6 +377,8 @@ class Dispatcher(Generic[W, R]):
         """Targets that may serve a request now, whether or not they have capacity."""
         facts = request.facts
         found = self.workers.eligible(facts.model, facts.decode_rank if request.disagg else facts.rank, now)
+        if facts.engine and (holder := self.workers.booted_as(facts.engine)) is not None:
+            found = [target for target in found if target.worker is holder]
         if request.resume_way:
             return [target for target in found if target.worker.continues == request.resume_way]
         if request.disagg and not self._partners(request, now):

@@ -58,6 +58,7 @@ TABLE: dict[str, HttpOutcome] = {
     "model_not_found": _NOT_FOUND,
     "request_not_found": _NOT_FOUND,
     "response_not_found": _NOT_FOUND,
+    "previous_response_not_found": _INVALID,
     "too_many_connections": _BUSY,
     "request_timeout": HttpOutcome(408, "invalid_request_error"),
     "method_not_allowed": HttpOutcome(405, "invalid_request_error"),

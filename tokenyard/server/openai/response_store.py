@@ -75,17 +75,28 @@ class ResponseStore:
 
     def get(self, response_id: str, tenant: str) -> StoredResponse:
         """A response. Raises HttpError (404) if it is unknown, expired or another tenant's."""
+        kept = self._find(response_id, tenant)
+        if kept is None:
+            raise HttpError("response_not_found", f"Response with id {response_id[:80]!r} not found.")
+        return kept
+
+    def previous(self, response_id: str, tenant: str) -> StoredResponse:
+        """The response that a request continues. Raises HttpError (400), in OpenAI's words, where `get` raises."""
+        kept = self._find(response_id, tenant)
+        if kept is None:
+            message = (
+                f"Previous response with id {response_id[:80]!r} not found. Responses are kept in memory for"
+                f" {self._max_age_s / 60:g} minutes, and dropped sooner where there are many: send the whole input"
+            )
+            raise HttpError("previous_response_not_found", message, param="previous_response_id")
+        return kept
+
+    def _find(self, response_id: str, tenant: str) -> StoredResponse | None:
         kept = self._kept.get(response_id)
         if kept is not None and kept.until_s < self._clock():
             self._drop(response_id)
             kept = None
-        if kept is None or kept.tenant != tenant:
-            message = (
-                f"there is no response {response_id[:80]!r}; they are kept for {self._max_age_s / 60:g} minutes, and"
-                " dropped sooner where there are many: send the whole input"
-            )
-            raise HttpError("response_not_found", message, param="previous_response_id")
-        return kept
+        return kept if kept is not None and kept.tenant == tenant else None
 
     def session_of(self, response_id: str, tenant: str) -> str:
         """The session that a response of this tenant is a turn of. One that began with it, or that is not known, has

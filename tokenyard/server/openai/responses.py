@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import orjson
 
 from tokenyard.base import ContextLengthError, InvalidRequestError
+from tokenyard.base.response_ids import new_response_id
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import AddDetails, CompletionOutput, RequestContext, add_cached_tokens_details
 from tokenyard.server.openai.chat_output import reasoning_tokens
@@ -89,7 +89,14 @@ async def responses(call: RequestContext) -> None:
         await _truncate(call, chat)
     job = await prepare_chat(call, chat)
     details = partial(add_cached_tokens_details, call)
-    writer = ResponseWriter(body, tools, job.head["model"], lambda made: _keep(call, body, items, made), details)
+    writer = ResponseWriter(
+        new_response_id(call.state.boot_id),
+        body,
+        tools,
+        job.head["model"],
+        lambda made: _keep(call, body, items, made),
+        details,
+    )
     if job.reading is not None:
         job.reading.id_seed = writer.response["id"]
     await write_answer(call, job, writer)
@@ -139,7 +146,7 @@ def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
     own = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not body.previous_response_id:
         return own
-    before = call.state.responses.get(body.previous_response_id, call.tenant)
+    before = call.state.responses.previous(body.previous_response_id, call.tenant)
     check_length(call, before.size + len(call.body), "previous_response_id")
     items: list[Item] = orjson.loads(before.items) + orjson.loads(before.response)["output"] + own
     return items
@@ -238,6 +245,7 @@ class ResponseWriter:
 
     def __init__(
         self,
+        response_id: str,
         body: ResponsesRequest,
         tools: ResponseTools,
         model: str,
@@ -247,7 +255,7 @@ class ResponseWriter:
         self._details = details
         self._keep, self._continued, self._tools = keep, body.continued_response, tools
         self.response: dict[str, Any] = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": response_id,
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
