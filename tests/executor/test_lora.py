@@ -148,6 +148,36 @@ def test_an_adapter_of_some_modules_alone_leaves_the_others(make_driver, tmp_pat
         close(found, logits_of(merged(case, folder, plain), prompt)[-1])
 
 
+LINEAR = {
+    **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
+    "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "lfm2": ("in_proj", "out_proj", "w1", "w2", "w3"),
+    "granite-hybrid": ("in_proj", "out_proj", "input_linear", "output_linear"),
+    "phi3": ("qkv_proj", "gate_up_proj"),
+    "granite": (),
+}
+"""The names that families have for linear modules besides Llama's."""
+
+
+@pytest.mark.parametrize("case", LINEAR)
+def test_every_linear_module_of_other_families_takes_adapters(make_driver, tmp_path, case):
+    """As peft's `all-linear` has them, in chunks, in rows with and without."""
+    driver = make_driver(case, lora_slots=2, lora_rank=4, attention_backend="auto", model_impl="torch", page_size=4)
+    targets = (*PROJECTIONS[: 4 if case in ("qwen3.5-moe", "qwen3-next") else 7], *LINEAR[case])
+    folder = save_adapter(tmp_path / "a", case, targets=targets)
+    changed = {name.rpartition(".")[2] for name in modules_of(case, targets)}
+    assert changed >= set(LINEAR[case])
+    driver.executor.load_adapter("a", folder)
+    prompt = prompt_of(41, seed=3)
+    row, plainly = driver.start(prompt, adapter=("a", 1)), driver.start(prompt)
+    driver.step((row, 17), (plainly, 3))
+    _, _, ticket = driver.launch((row, None), (plainly, None), delay=True)
+    expected = logits_of(merged(case, folder, plain), prompt)[-1]
+    torch.testing.assert_close(ticket.logits[0].cpu(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ticket.logits[1].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(expected, logits(case, prompt)[-1], atol=0.1)
+
+
 def test_an_overflow_of_one_adapter_stays_in_its_own_rows(make_driver, tmp_path, backend):
     driver = make_driver("llama", lora_slots=2, lora_rank=4, **backend)
     wild = save_adapter(tmp_path / "wild", "llama", lora_alpha=3e38)

@@ -146,7 +146,6 @@ def test_the_scan_of_mamba_2_in_chunks_is_that_of_single_tokens():
     ("options", "says"),
     [
         ({"draft_tokens": 3}, "do not support speculation"),
-        ({"lora_slots": 2}, "do not support LoRA"),
         ({"model_impl": "native"}, "does not compute recurrent states .gated delta nets"),
         ({"quantization": "int8"}, "needs a native model"),
         ({"deterministic": True}, "needs a native model"),

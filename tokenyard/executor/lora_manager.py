@@ -25,12 +25,16 @@ from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 
 FUSED = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "qkv": ("q_proj", "k_proj", "v_proj", "q_gate"),
     "output": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
+    "mixer_in": ("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "mixer_out": ("out_proj",),
 }
-"""The fused products of a layer, each over one input, and the projections that each consists of."""
+"""The fused products of a layer, each over one input, and the projections that each consists of where the layer has
+them, in this order.
+"""
 
 SPLIT_MIN_TOKENS = 64
 """From this many tokens per adapter on average, a product for each adapter is faster than one for all."""
@@ -171,7 +175,8 @@ class TorchLoraPool:
 
     def _adapt(self, layer: int, name: str, product: Product) -> Product:
         """A product of a layer (a name in FUSED) with slots for adapters. Raises ConfigError without memory."""
-        shapes, names = projection_shapes(self._config, layer), FUSED[name]
+        shapes = projection_shapes(self._config, layer)
+        names = tuple(each for each in FUSED[name] if each in shapes)
         try:
             options = {"device": self._device, "dtype": self._dtype}
             a = torch.zeros(self._slots, len(names), self._rank, shapes[names[0]][0], **options)  # type: ignore[call-overload]

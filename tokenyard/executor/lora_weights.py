@@ -5,19 +5,22 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.lora_config import CONFIG_NAME, PROJECTIONS, WEIGHTS_NAME, LoraConfig, read_lora_config
-from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig
+from tokenyard.executor.models.stacked_params import cut_out
 
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 16 << 20
 
 _NAME = re.compile(
-    r"base_model\.model\.(?P<module>model\.layers\.(?P<layer>\d{1,5})\.(?:self_attn|mlp)\.(?P<projection>\w+))"
+    r"base_model\.model\.(?P<module>model\.(?:language_model\.)?layers\.(?P<layer>\d{1,5})\.(?P<path>\w+\.\w+))"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 _EXPONENTS = {torch.float32: (torch.int32, 0x7F800000), torch.bfloat16: (torch.int16, 0x7F80)} | {
@@ -49,15 +52,89 @@ class LoraWeights:
     pairs: dict[tuple[int, str], LoraMatrices]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A projection that is made of rows (int64[outputs]) of a module of the checkpoint."""
+
+    layer: int
+    projection: str
+    rows: npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Module:
+    """A linear module of the checkpoint that an adapter can change.
+
+    inputs, outputs: its sizes. parts: what it is for the decoder, which has several projections for some.
+    """
+
+    inputs: int
+    outputs: int
+    parts: list[_Part]
+
+
+class _RowNumbers:
+    """See Weights. Rows hold their own numbers, so that a part of a tensor shows where it is from."""
+
+    name, rows = "", 0
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return int64[rows, 1]."""
+        self.name, self.rows = name, shape[0]
+        return torch.arange(shape[0]).unsqueeze(1)
+
+
 def projection_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Inputs and outputs of the projections of a layer that adapters can change; experts are none of them."""
     hidden, inter = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    sizes = ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inter), (hidden, inter), (inter, hidden))
-    shapes = dict(zip(PROJECTIONS, sizes, strict=True))
-    if config.experts is not None and layer in config.experts.layers:
-        shapes = {name: shapes[name] for name in PROJECTIONS[:4]}
+    if config.recurrent is not None and layer in config.recurrent.layers:
+        shapes = _mixer_shapes(config)
+    else:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        shapes = dict(zip(PROJECTIONS[:4], ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden)), strict=True))
+        if config.output_gate:
+            shapes["q_gate"] = (hidden, q)
+    if config.experts is None or layer not in config.experts.layers:
+        shapes |= {"gate_proj": (hidden, inter), "up_proj": (hidden, inter), "down_proj": (inter, hidden)}
     return shapes
+
+
+def _mixer_shapes(config: ModelConfig) -> Shapes:
+    """The projections of a layer with a recurrent state."""
+    hidden, own = config.hidden_size, config.recurrent
+    if isinstance(own, DeltaNetConfig):
+        values = own.value_heads * own.value_dim
+        outputs = {"qkv": own.channels, "z": values, "b": own.value_heads, "a": own.value_heads}
+        return {f"in_proj_{name}": (hidden, size) for name, size in outputs.items()} | {"out_proj": (values, hidden)}
+    if isinstance(own, Mamba2Config):
+        inner = own.heads * own.head_dim
+        return {"in_proj": (hidden, inner + own.channels + own.heads), "out_proj": (inner, hidden)}
+    return {"in_proj": (hidden, 3 * hidden), "out_proj": (hidden, hidden)}
+
+
+def _modules(config: ModelConfig) -> dict[str, _Module]:
+    """What adapters can change, by the names of the checkpoint."""
+    mixers = {DeltaNetConfig: "linear_attn", Mamba2Config: "mamba", ShortConvConfig: "conv"}
+    mixer = "" if config.recurrent is None else mixers[type(config.recurrent)]
+    places = dict.fromkeys(PROJECTIONS[:4], "self_attn") | dict.fromkeys(PROJECTIONS[4:], "mlp")
+    found: dict[str, _Module] = {}
+    for layer in range(config.num_layers):
+        shapes = projection_shapes(config, layer)
+        for name, (inputs, outputs) in shapes.items():
+            if name == "q_gate":
+                continue
+            gated = name == "q_proj" and "q_gate" in shapes
+            source = _RowNumbers()
+            stored = f"model.layers.{layer}.{places.get(name, mixer)}.{name}.weight"
+            rows = cut_out(config, source).get(stored, (2 * outputs if gated else outputs, 1))[:, 0].numpy()
+            module = found.setdefault(source.name.removesuffix(".weight"), _Module(inputs, source.rows, []))
+            if gated:
+                # A checkpoint has the gates of each head after its query.
+                both = rows.reshape(config.num_heads, 2, config.head_dim)
+                module.parts.append(_Part(layer, "q_gate", both[:, 1].reshape(-1)))
+                rows = both[:, 0].reshape(-1)
+            module.parts.append(_Part(layer, name, rows))
+    return found
 
 
 def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> LoraWeights:
@@ -83,16 +160,19 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> LoraWeight
         raise ConfigError(f"{path} has {size} bytes; an adapter of rank {max_rank} for this model has at most {most}")
     try:
         with safe_open(path, framework="pt") as file:
-            found = _check_names(list(file.keys()), config, path)
+            modules = _modules(config)
+            found = _check_names(list(file.keys()), config, modules, path)
             pairs = {}
-            for (layer, projection), sides in sorted(found.items()):
-                module, shape = sides["module"], projection_shapes(config, layer)[projection]
-                rank, names = lora.rank_of(module), (sides["A"], sides["B"])
-                wanted = ((rank, shape[0]), (shape[1], rank))
+            for own, sides in sorted(found.items()):
+                module = modules[own]
+                rank, names = lora.rank_of(sides["module"]), (sides["A"], sides["B"])
+                wanted = ((rank, module.inputs), (module.outputs, rank))
                 for name, each in zip(names, wanted, strict=True):
                     _check_shape(path, name, tuple(file.get_slice(name).get_shape()), each, config)
                 a, b = (_checked(path, name, file.get_tensor(name)) for name in names)
-                pairs[layer, projection] = LoraMatrices(a, b, lora.scale_of(module))
+                for part in module.parts:
+                    matrices = LoraMatrices(a, _rows(b, part.rows), lora.scale_of(sides["module"]))
+                    pairs[part.layer, part.projection] = matrices
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
     return LoraWeights(pairs)
@@ -104,25 +184,31 @@ def _max_bytes(config: ModelConfig, rank: int) -> int:
     return HEADER_BYTES + 4 * rank * sum(inputs + outputs for each in shapes for inputs, outputs in each)
 
 
-def _check_names(names: list[str], config: ModelConfig, path: Path) -> dict[tuple[int, str], dict[str, str]]:
-    """The tensors by layer and projection: module, and the names of sides A and B. Raises ConfigError for others."""
-    found: dict[tuple[int, str], dict[str, str]] = {}
+def _check_names(
+    names: list[str], config: ModelConfig, modules: dict[str, _Module], path: Path
+) -> dict[str, dict[str, str]]:
+    """The tensors by the name of their module in `modules`: its name in the adapter, and the names of sides A and B.
+    Raises ConfigError for others.
+    """
+    found: dict[str, dict[str, str]] = {}
     for name in names:
         match = _NAME.fullmatch(name)
         if match is None:
-            raise ConfigError(f"{path}: {_what_is(name)}; served are {', '.join(PROJECTIONS)} of the layers")
-        layer, projection = int(match["layer"]), match["projection"]
+            served = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+            raise ConfigError(f"{path}: {_what_is(name)}; served are {served} of the layers")
+        layer, own = int(match["layer"]), match["module"].replace(".language_model", "")
         if layer >= config.num_layers:
             raise ConfigError(
                 f"{path}: the adapter changes layer {layer} and this model has {config.num_layers};"
                 " it is for another base model"
             )
-        if projection not in projection_shapes(config, layer):
-            raise ConfigError(f"{path}: this model has no {projection} in layer {layer} that an adapter could change")
-        found.setdefault((layer, projection), {"module": match["module"]})[match["side"]] = name
-    for (layer, projection), sides in found.items():
+        if own not in modules:
+            what = match["path"].rpartition(".")[2]
+            raise ConfigError(f"{path}: this model has no {what} in layer {layer} that an adapter could change")
+        found.setdefault(own, {"module": match["module"]})[match["side"]] = name
+    for own, sides in found.items():
         if len(sides) < 3:
-            raise ConfigError(f"{path}: {projection} of layer {layer} has only one of its two matrices")
+            raise ConfigError(f"{path}: {own} has only one of its two matrices")
     if not found:
         raise ConfigError(f"{path} holds no matrices of an adapter")
     return found
@@ -160,6 +246,15 @@ def _checked(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if bool(((tensor.view(kind).numpy() & bits) == bits).any()):
         raise ConfigError(f"{path}: {name} holds numbers that are not finite")
     return tensor
+
+
+def _rows(matrix: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Return rows of a matrix, copied only if they are not next to each other."""
+    if (np.diff(rows) == 1).all():
+        return matrix[int(rows[0]) : int(rows[0]) + len(rows)]
+    kind, _ = _EXPONENTS[matrix.dtype]
+    # By numpy, which starts no threads.
+    return torch.from_numpy(matrix.view(kind).numpy()[rows]).view(matrix.dtype)
 
 
 def warn_of_other_base(lora: LoraConfig, model: str, name: str) -> None:

@@ -281,12 +281,15 @@ def refuse_unsupported(config: ModelConfig, given: LoadOptions, part: ModelParti
     drafts = config.recurrent is not None and given.draft_tokens
     reasons = {
         "speculation: a refused draft would have to be taken out of the state; start without it": drafts,
-        "LoRA adapters; start without --enable-lora": given.lora_slots,
         "--tp-size, --pp-size and --enable-dp-attention; start without them": part is not None,
     }
     for reason, wanted in reasons.items():
         if config.special_layers and wanted:
             raise ConfigError(f"models with {config.special_layers} do not support {reason}")
+    if given.lora_slots and (config.latent is not None or config.kv_sources):
+        raise ConfigError(
+            f"models with {config.special_layers} do not support LoRA adapters; start without --enable-lora"
+        )
 
 
 def _state_bytes(config: ModelConfig, given: LoadOptions, dtype: torch.dtype) -> StateBytes | None:

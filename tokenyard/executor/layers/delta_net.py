@@ -40,19 +40,20 @@ class GatedDeltaNet:
     """
 
     def __init__(self, config: DeltaNetConfig, index: int, weights: DeltaNetWeights, norm_eps: float) -> None:
-        self._config, self._index, self._weights, self._eps = config, index, weights, norm_eps
+        self._config, self._index, self._eps = config, index, norm_eps
+        self.inputs, self.output = weights.inputs, weights.output
         self._decay = -weights.log_decay.exp()
-        self._conv = weights.conv.float()
+        self._step_bias, self._conv = weights.step_bias, weights.conv.float()
         self._norm = weights.norm.float()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden], in the dtype of `x`."""
-        config, weights = self._config, self._weights
+        config = self._config
         values = config.value_heads * config.value_dim
         sizes = [config.channels, values, config.value_heads, config.value_heads]
-        mixed, gate, strength, step = torch.split(weights.inputs(x), sizes, dim=-1)
+        mixed, gate, strength, step = torch.split(self.inputs(x), sizes, dim=-1)
         strength = strength.float().sigmoid()
-        decay = self._decay * F.softplus(step.float() + weights.step_bias)
+        decay = self._decay * F.softplus(step.float() + self._step_bias)
 
         def advance(convolved: torch.Tensor, tokens: slice, state: torch.Tensor) -> torch.Tensor:
             return delta_step(*self._heads(convolved), decay[tokens], strength[tokens], state)
@@ -61,7 +62,7 @@ class GatedDeltaNet:
             return delta_chunks(*self._heads(convolved), decay[tokens], strength[tokens], state)
 
         found = recur(batch, self._index, mixed, self._conv, None, advance, run)
-        return weights.output(self._normed(found, gate).to(x.dtype))
+        return self.output(self._normed(found, gate).to(x.dtype))
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys [tokens, value_heads, key_dim], of length one, and values [tokens, value_heads, value_dim]

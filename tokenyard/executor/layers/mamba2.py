@@ -38,7 +38,7 @@ class Mamba2:
 
     def __init__(self, config: Mamba2Config, index: int, weights: Mamba2Weights, norm_eps: float) -> None:
         self._config, self._index, self._eps = config, index, norm_eps
-        self._inputs, self._output = weights.inputs, weights.output
+        self.inputs, self.output = weights.inputs, weights.output
         self._conv = weights.conv.float()
         self._conv_bias = None if weights.conv_bias is None else weights.conv_bias.float()
         self._decay = -weights.log_decay.float().exp()
@@ -49,7 +49,7 @@ class Mamba2:
         """[tokens, hidden] -> [tokens, hidden], in the dtype of `x`."""
         config = self._config
         inner = config.heads * config.head_dim
-        gate, mixed, step = torch.split(self._inputs(x), [inner, config.channels, config.heads], dim=-1)
+        gate, mixed, step = torch.split(self.inputs(x), [inner, config.channels, config.heads], dim=-1)
         step = F.softplus(step.float() + self._step_bias).clamp(*config.step_limits)
         decay = self._decay * step
 
@@ -64,7 +64,7 @@ class Mamba2:
 
         found = recur(batch, self._index, mixed, self._conv, self._conv_bias, advance, run)
         gated = (found.flatten(1) * F.silu(gate.float())).view(len(x), config.groups, -1)
-        return self._output((F.rms_norm(gated, gated.shape[-1:], None, self._eps).flatten(1) * self._norm).to(x.dtype))
+        return self.output((F.rms_norm(gated, gated.shape[-1:], None, self._eps).flatten(1) * self._norm).to(x.dtype))
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values [tokens, heads, head_dim], and how heads write and read, each [tokens, heads, state_size]."""

@@ -16,14 +16,14 @@ class ShortConv:
     def __init__(
         self, index: int, inputs: Product, conv: torch.Tensor, bias: torch.Tensor | None, output: Product
     ) -> None:
-        self._index, self._inputs, self._output = index, inputs, output
+        self._index, self.inputs, self.output = index, inputs, output
         self._conv, self._bias = conv.float(), None if bias is None else bias.float()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden], in the dtype of `x`."""
-        before, after, mixed = self._inputs(x).chunk(3, dim=-1)
+        before, after, mixed = self.inputs(x).chunk(3, dim=-1)
         found = recur(batch, self._index, before * mixed, self._conv, self._bias, _advance, _run)
-        return self._output(after * found.to(x.dtype))
+        return self.output(after * found.to(x.dtype))
 
 
 def _advance(convolved: torch.Tensor, tokens: slice, state: torch.Tensor) -> torch.Tensor:

@@ -297,7 +297,7 @@ class ModelConfig:
 
     @property
     def special_layers(self) -> str:
-        """What this model has that only torch's layers compute, undivided and without LoRA; "" for nothing."""
+        """What this model has that only torch's layers compute, undivided; "" for nothing."""
         if self.recurrent is not None:
             return f"recurrent states ({self.recurrent.plural})"
         special = {

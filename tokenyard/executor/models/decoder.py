@@ -111,9 +111,8 @@ class Decoder:
         return x * self._embedding_scale if self._embedding_scale != 1.0 else x
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
-        """Replace each layer's products qkv, output, gate_up and down by `change(layer, name, product)`.
-
-        Experts are left unchanged.
+        """Replace each layer's products qkv, output, gate_up and down, and mixer_in and mixer_out of one with a
+        recurrent state, by `change(layer, name, product)`. Experts are left unchanged.
         """
         for layer in self._layers:
             layer.adapt(change)
@@ -174,8 +173,8 @@ class _Layer:
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
         """See `Decoder.adapt`."""
-        if self._attention is not None:
-            self._attention.adapt(change)
+        if isinstance(self._mixer, _Attention | _Recurrent):
+            self._mixer.adapt(change)
         if isinstance(self._mlp, GatedMlp):
             self._mlp.gate_up = change(self._index, "gate_up", self._mlp.gate_up)
             self._mlp.down = change(self._index, "down", self._mlp.down)
@@ -276,7 +275,7 @@ class _Recurrent:
     def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
         own = config.recurrent
         assert own is not None
-        place = sorted(own.layers).index(index)
+        self._index, place = index, sorted(own.layers).index(index)
         self._net: GatedDeltaNet | Mamba2 | ShortConv
         if isinstance(own, DeltaNetConfig):
             self._net = self._delta_net(config, own, weights, index, place)
@@ -290,6 +289,11 @@ class _Recurrent:
     ) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         return self._net(x, batch)
+
+    def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
+        """See `Decoder.adapt`."""
+        self._net.inputs = change(self._index, "mixer_in", self._net.inputs)
+        self._net.output = change(self._index, "mixer_out", self._net.output)
 
     @staticmethod
     def _short_conv(config: ModelConfig, own: ShortConvConfig, weights: Weights, index: int, place: int) -> ShortConv:

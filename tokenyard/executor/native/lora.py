@@ -30,7 +30,8 @@ class NativeLoraPool:
             for which, product in enumerate(PRODUCTS):
                 # Experts have no adapters.
                 if FUSED[product][0] in shapes:
-                    self._put(slot, layer, which, {name: shapes[name] for name in FUSED[product]}, weights)
+                    own = {name: shapes[name] for name in FUSED[product] if name in shapes}
+                    self._put(slot, layer, which, own, weights)
 
     def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:
         """Set the adapter slots of a step's tokens; see LoraMemoryPool."""
