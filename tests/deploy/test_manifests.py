@@ -1,6 +1,7 @@
 """The files in deploy/: their flags, paths, ports and metrics exist, and the programs they are for accept them."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.deploy.go_template import CHART, TemplateError, manifests, merged, render_chart, top_of
 from tokenyard.base.admin_paths import is_admin_path
-from tokenyard.cli.main import build_parser
 from tokenyard.router import router_metrics
 from tokenyard.router.admin_routes import OPEN_PATHS
 from tokenyard.server.metrics import table
@@ -20,22 +21,55 @@ from tokenyard.server.metrics import table
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-CUSTOM = ("podmonitor.yaml", "prometheusrule.yaml", "inferencepool.yaml", "autoscaler.yaml")
-OF_KUBERNETES = [path for path in MANIFESTS if path.name not in CUSTOM]
+# Debian's packages golang-go, golang-github-masterminds-sprig-dev and golang-gopkg-yaml.v3-dev.
+GOCODE = Path("/usr/share/gocode")
+SPRIG = GOCODE / "src/github.com/Masterminds/sprig"
+OF_OTHERS = ("keda.sh", "monitoring.coreos.com", "leaderworkerset.x-k8s.io", "inference.networking.k8s.io")
+# Values that switch each part of the chart on or off, by what they are for.
+VARIANTS = {
+    "defaults": {},
+    "disk": {"kvStore": {"enabled": True, "storageClassName": "fast"}, "engine": {"args": ["--tp-size=2"], "gpus": 2}},
+    "machines": {"engine": {"machines": 2, "args": ["--tp-size=2"], "nodeSelector": {"gpu": "h200"}}},
+    "disaggregation": {
+        "engine": {"gpus": 0, "args": ["--page-size=16"], "tolerations": [{"key": "cpu", "operator": "Exists"}]},
+        "disaggregation": {"enabled": True, "prefillArgs": ["--schedule-policy=fcfs"]},
+        "kvStore": {"enabled": True},
+    },
+    "bare": {
+        "autoscaling": {"enabled": False},
+        "monitoring": {"enabled": False},
+        "networkPolicy": {"enabled": False},
+        "router": {"args": ["--policy=least_load"], "serviceType": "LoadBalancer"},
+    },
+    "clients": {"networkPolicy": {"clients": {"app": "chat"}}},
+}
 METRIC = re.compile(r"\btokenyard_\w+")
 
 
-def documents(path):
-    return [one for one in yaml.safe_load_all(path.read_text()) if one]
+def documents(text):
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+def rendered(variant):
+    return [one for text in render_chart(CHART, VARIANTS[variant]).values() for one in documents(text)]
+
+
+def pods(document):
+    """The pod templates of a workload."""
+    spec = document.get("spec", {})
+    group = spec.get("leaderWorkerTemplate", {})
+    return [one for one in (spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate")) if one]
 
 
 def containers():
     """(where, command line after the program) of every container of ours."""
-    for path in MANIFESTS:
-        for document in documents(path):
-            pod = document.get("spec", {}).get("template", {}).get("spec", {})
-            for container in pod.get("containers", []):
-                yield path.name, [*container.get("command", ["tokenyard", "serve"])[1:], *container.get("args", [])]
+    for variant in VARIANTS:
+        for document in rendered(variant):
+            for pod in pods(document):
+                for container in pod["spec"]["containers"]:
+                    words = [*container.get("command", ["tokenyard", "serve"])[1:], *container.get("args", [])]
+                    # What the controller of a group of pods puts in.
+                    yield variant, [re.sub(r"\$\((LWS_\w+)\)", "1", word) for word in words]
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     for name, service in compose["services"].items():
         if service["image"] == "tokenyard":
@@ -44,38 +78,107 @@ def containers():
     yield "tokenyard.service", shlex.split(re.search(r"^ExecStart=(.*)$", unit, re.M)[1])[1:]
 
 
-@pytest.mark.parametrize(("where", "words"), [pytest.param(*one, id=f"{one[0]}-{one[1][0]}") for one in containers()])
-def test_the_command_lines_have_flags_that_exist(where, words):
-    assert words[0] in ("serve", "route")
-    build_parser(words[0]).parse_strictly(words)
+def test_the_manifests_are_what_the_chart_renders():
+    there = {path.name: path.read_text() for path in MANIFESTS if path.name != "inferencepool.yaml"}
+    assert there == manifests()
 
 
-def test_probes_ask_paths_that_need_no_key_and_ports_that_are_there():
+def test_the_charts_rules_are_those_of_prometheus():
+    assert (CHART / "files/rules.yml").read_text() == (DEPLOY / "prometheus/rules.yml").read_text()
+
+
+def test_the_schema_knows_every_value_and_no_other():
+    def names(schema):
+        return {
+            name: names(one) if one.get("additionalProperties") is False else None
+            for name, one in schema["properties"].items()
+        }
+
+    def keys(values, schema):
+        return {name: keys(value, schema[name]) if schema.get(name) else None for name, value in values.items()}
+
+    schema = names(json.loads((CHART / "values.schema.json").read_text()))
+    assert schema.pop("global", "missing") is None  # Helm adds it
+    assert keys(yaml.safe_load((CHART / "values.yaml").read_text()), schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"disaggregation": {"enabled": True}}, "needs engine.gpus: 0"),
+        ({"kvStore": {"enabled": True}, "engine": {"machines": 2}}, "needs engine.machines: 1"),
+        ({"autoscaling": {"minReplicas": 9, "maxReplicas": 3}}, "minReplicas"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(changes, words):
+    with pytest.raises(TemplateError, match=words):
+        render_chart(CHART, changes)
+
+
+def test_values_are_merged_by_key():
+    values = {"a": {"b": 1, "c": [1, 2]}, "d": 3}
+    assert merged(values, {"a": {"c": [3]}, "d": None}) == {"a": {"b": 1, "c": [3]}}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_parts_of_a_release_find_each_other(variant):
+    """Selectors match the pods that they mean, and scale targets and volumes are there."""
+    objects = rendered(variant)
+    names = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    all_pods = [pod for one in objects for pod in pods(one)]
+    labels = [pod["metadata"]["labels"] for pod in all_pods]
+    for one in objects:
+        spec = one.get("spec", {})
+        chosen = spec.get("podSelector", spec.get("selector"))
+        if chosen is not None:
+            wanted = chosen.get("matchLabels", {} if "matchExpressions" in chosen else chosen)
+            among = {rule["key"]: rule["values"] for rule in chosen.get("matchExpressions", [])}
+            matching = [have for have in labels if wanted.items() <= have.items()]
+            assert any(all(have.get(key) in values for key, values in among.items()) for have in matching), one
+        if one["kind"] == "ScaledObject":
+            target = spec["scaleTargetRef"]
+            assert (target.get("kind", "Deployment"), target["name"]) in names
+        claims = {claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", [])}
+        for pod in pods(one):
+            (container,) = pod["spec"]["containers"]
+            volumes = claims | {volume["name"] for volume in pod["spec"].get("volumes", [])}
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} == volumes
+    (router,) = (pod["spec"]["containers"][0] for pod in all_pods if "serviceAccountName" in pod["spec"])
+    (selector,) = (word.split("=", 1)[1] for word in router["args"] if word.startswith("--worker-selector="))
+    wanted = dict(pair.split("=") for pair in selector.split(","))
+    found = [pod for pod in all_pods if wanted.items() <= pod["metadata"]["labels"].items()]
+    assert found == [pod for pod in all_pods if "startupProbe" in pod["spec"]["containers"][0]] != []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_probes_ask_paths_that_need_no_key_and_ports_that_are_there(variant):
     seen = 0
-    for path in MANIFESTS:
-        for document in documents(path):
-            pod = document.get("spec", {}).get("template", {}).get("spec", {})
-            for container in pod.get("containers", []):
-                ports = {port["name"] for port in container["ports"]}
-                for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-                    if kind in container:
-                        seen += 1
-                        assert container[kind]["httpGet"]["path"] in OPEN_PATHS
-                        assert container[kind]["httpGet"]["port"] in ports
-                pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-                drains_s = [int(word.split("=")[1]) for word in container["args"] if word.startswith("--shutdown")]
-                assert pod["terminationGracePeriodSeconds"] > pause_s + drains_s[0]
+    for document in rendered(variant):
+        for pod in pods(document):
+            (container,) = pod["spec"]["containers"]
+            if pod["metadata"]["labels"].get("tokenyard/part") == "node":
+                continue  # it only computes
+            ports = {port["name"] for port in container["ports"]}
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                if kind in container:
+                    seen += 1
+                    assert container[kind]["httpGet"]["path"] in OPEN_PATHS
+                    assert container[kind]["httpGet"]["port"] in ports
+            pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+            drains_s = [int(word.split("=")[1]) for word in container["args"] if word.startswith("--shutdown")]
+            assert pod["spec"]["terminationGracePeriodSeconds"] > pause_s + drains_s[0]
     assert seen >= 5
 
 
 def of_kind(kind):
-    return [one for path in MANIFESTS for one in documents(path) if one["kind"] == kind]
+    return [one for one in rendered("defaults") if one["kind"] == kind]
 
 
 def test_routers_and_engines_have_replicas_budgets_and_keys_from_secrets():
     budgets = {budget["metadata"]["name"] for budget in of_kind("PodDisruptionBudget")}
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert min(values["router"]["replicas"], values["autoscaling"]["minReplicas"]) >= 2
     for deployment in of_kind("Deployment"):
-        assert deployment["spec"]["replicas"] >= 2
         assert deployment["metadata"]["name"] in budgets
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         assert [one for one in container["envFrom"] if "secretRef" in one]
@@ -110,7 +213,7 @@ def queries():
     yield from (one["expr"] for panel in board["panels"] for one in panel.get("targets", []))
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
     yield from (rule["expr"] for group in rules["groups"] for rule in group["rules"])
-    (scaled,) = documents(DEPLOY / "kubernetes/autoscaler.yaml")
+    (scaled,) = of_kind("ScaledObject")
     yield from (trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"])
 
 
@@ -129,11 +232,34 @@ def test_the_metrics_that_board_and_rules_name_exist():
 
 
 @pytest.mark.world
-def test_the_apis_of_kubernetes_accept_the_manifests():
+def test_the_apis_of_kubernetes_accept_the_manifests(tmp_path):
     pytest.importorskip("kubernetes_validate")
-    for path in OF_KUBERNETES:
+    for variant in VARIANTS:
+        path = tmp_path / f"{variant}.yaml"
+        path.write_text(
+            yaml.safe_dump_all([one for one in rendered(variant) if not one["apiVersion"].startswith(OF_OTHERS)])
+        )
         done = subprocess.run([sys.executable, "-m", "kubernetes_validate", "--strict", str(path)], capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.world
+@pytest.mark.skipif(
+    not SPRIG.is_dir() or shutil.which("go") is None, reason="golang-go and Debian's sprig are not installed"
+)
+def test_gos_own_engine_renders_the_same(tmp_path):
+    engine = tmp_path / "engine"
+    source = Path(__file__).parent / "helm_engine/main.go"
+    paths = {**os.environ, "GO111MODULE": "off", "GOPATH": str(GOCODE), "GOCACHE": str(tmp_path / "cache")}
+    subprocess.run(["go", "build", "-o", engine, source], check=True, env=paths)
+    for changes in VARIANTS.values():
+        top = yaml.safe_dump(top_of(CHART, changes))
+        done = subprocess.run([engine, CHART], input=top, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        theirs = {name: text for name, text in yaml.safe_load(done.stdout).items() if text.strip()}
+        assert {name: documents(text) for name, text in theirs.items()} == {
+            name: documents(text) for name, text in render_chart(CHART, changes).items()
+        }
 
 
 @pytest.mark.world
