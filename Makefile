@@ -76,6 +76,8 @@ docs: .venv/dev  ## build the docs site into site/
 	$(PYTHON) -m venv .venv-triton
 	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_FLAGS) \
 		-e '.[torch,dev]' $(TRITON)
+	.venv-triton/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d .venv-triton/wheels \
+		flashinfer-python==0.7.2.post1
 	touch $@
 
 clean:  ## remove the environments

@@ -5,6 +5,9 @@ Signatures are those of flashinfer-python 0.7.2.post1; what they say of shapes, 
 
 import torch
 
+PLANNED = {}
+"""The wrapper that was planned last in some memory, by its address."""
+
 
 class BatchDecodeWithPagedKVCacheWrapper:
     def __init__(
@@ -20,9 +23,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         jit_args=None,
     ):
         assert kv_layout == "NHD"
-        assert not use_cuda_graph
         assert not float_workspace_buffer.any() if float_workspace_buffer.device.type == "cpu" else True
         self.use_tensor_cores = use_tensor_cores
+        self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        self.captured = use_cuda_graph
+        if use_cuda_graph:
+            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
+        self.plan_memory = torch.zeros(8, dtype=torch.uint8)
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        self.plan_memory = int_workspace_buffer
 
     def plan(
         self,
@@ -53,8 +63,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         q_len_per_req=1,
     ):
         queries = torch.arange(len(indptr), dtype=torch.int32)
+        if self.captured:
+            assert len(last_page_len) == len(self.buffers[2]), "a captured step has one size"
+        # A plan lies in memory that all wrappers may share: the last one to be planned there is the one that can run.
+        PLANNED[self.plan_memory.data_ptr()] = self
         self.planned = _Planned(queries, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, page_size)
         self.planned.how = window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type, sm_scale
+        if self.captured:
+            for buffer, column in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
+                buffer[: len(column)].copy_(column, non_blocking=non_blocking)
 
     def run(
         self,
@@ -71,6 +88,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         window_left=None,
         sinks=None,
     ):
+        if self.captured:
+            # A replay has no arguments: it reads what lies in the buffers.
+            assert PLANNED[self.plan_memory.data_ptr()] is self
+            planned = self.planned
+            for buffer, column in zip(self.buffers, (planned.indptr, planned.indices, planned.last), strict=True):
+                assert torch.equal(buffer[: len(column)], column)
         return self.planned.run(q, paged_kv_cache, out)
 
 
@@ -126,7 +149,21 @@ class BatchPrefillWithPagedKVCacheWrapper:
         )
         self.planned.how = window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type, sm_scale
 
-    run = BatchDecodeWithPagedKVCacheWrapper.run
+    def run(
+        self,
+        q,
+        paged_kv_cache,
+        *args,
+        k_scale=None,
+        v_scale=None,
+        out=None,
+        lse=None,
+        return_lse=False,
+        enable_pdl=None,
+        window_left=None,
+        sinks=None,
+    ):
+        return self.planned.run(q, paged_kv_cache, out)
 
 
 class _Planned:

@@ -157,9 +157,9 @@ def test_no_memory_says_what_to_lower(make_driver, folder):
 def test_why_steps_are_not_recorded(folder):
     config, experts = (read_folder_config(Path(folder(case))) for case in ("llama", "qwen3-moe"))
     cuda = torch.device("cuda:0")
-    plain = {"triton": True, "divided": False, "adapters": False}
+    plain = {"capturable": True, "divided": False, "adapters": False}
     assert not why_not(config, cuda, **plain)
     assert "CUDA" in why_not(config, choose_device("cpu"), **plain)
     assert "experts" in why_not(experts, cuda, **plain)
-    for name, word in (("triton", "attention"), ("divided", "ranks"), ("adapters", "adapters")):
+    for name, word in (("capturable", "attention"), ("divided", "ranks"), ("adapters", "adapters")):
         assert word in why_not(config, cuda, **{**plain, name: not plain[name]})

@@ -10,12 +10,14 @@ import torch
 from tests.executor import fake_flashinfer
 from tests.executor.meta_device import Watch, pretend_driver
 from tests.executor.small_pool import run_all_kinds
+from tests.executor.test_cuda_graphs import Player
 from tests.executor.test_windows import load, small_pools, yard_of  # noqa: F401
 from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor import backend_choice
 from tokenyard.executor.attention import flashinfer
 from tokenyard.executor.attention.flashinfer import FlashInferAttention, why_not
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.model_loader import read_folder_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -38,8 +40,10 @@ def test_greedy_tokens_under_a_schedule_of_all_kinds(fake, make_driver, case, pa
     run_all_kinds(driver, case)
 
 
-def test_layers_with_a_window_in_a_separate_pool(fake, folder):
+@pytest.mark.parametrize("captured", [False, True])
+def test_layers_with_a_window_in_a_separate_pool(fake, folder, captured):
     executor = load(folder, "gemma3", 4, 180, attention_backend="flashinfer")
+    player = capture(executor, folder, "gemma3") if captured else None
     assert executor.info.windows.num_pages < executor.info.num_pages
     yard = yard_of(executor)
     prompts = [prompt_of(length, seed=length) for length in (44, 7)]
@@ -47,6 +51,7 @@ def test_layers_with_a_window_in_a_separate_pool(fake, folder):
     yard.run()
     for number, prompt in zip(numbers, prompts, strict=True):
         assert yard.tokens[number] == greedy("gemma3", prompt, 4)
+    assert player is None or player.played
 
 
 def test_a_window_reads_no_pages_before_it(fake, make_driver):
@@ -73,6 +78,63 @@ def test_a_step_waits_for_nothing(fake, folder, monkeypatch):
         driver.launch(*[(row, None) for row in rows])
         driver.launch((late, 40), *[(row, 1) for row in rows])
         driver.launch(*[(row, 1) for row in rows])
+
+
+def capture(executor, folder, case):
+    """Captured decode steps of up to four rows; returns what plays them."""
+    player = Player()
+    with torch.inference_mode():
+        executor.model = CudaGraphRunner(executor.model, read_folder_config(Path(folder(case))), 4, CPU, player)
+    return player
+
+
+@pytest.mark.parametrize("case", ["llama-odd", "gemma2"])
+def test_captured_steps_answer_as_transformers_do(fake, folder, make_driver, case):
+    driver = make_driver(case, page_size=4, model_impl="torch", attention_backend="flashinfer")
+    player = capture(driver.executor, folder, case)
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 21, 30)]
+    rows = [driver.start(prompt) for prompt in prompts]
+    driver.step(*[(row, None) for row in rows])
+    # Three rows are padded to four; an eager step, with a chunk in it, comes between.
+    for count in (4, 3, 1, 2, 3):
+        driver.step(*[(row, 1) for row in rows[:count]])
+    assert len(player.played) == 5
+    late = driver.start(prompt_of(9, seed=5))
+    driver.step((rows[0], 1), (late, None))
+    driver.step((rows[0], 1), (late, 1))
+    assert len(player.played) == 6
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert row.output == greedy(case, prompt, len(row.output))
+
+
+def test_auto_takes_it_on_hopper_where_it_can_compile(folder, monkeypatch):
+    config = replace(read_folder_config(Path(folder("llama"))), head_dim=128)
+    monkeypatch.setattr(backend_choice, "triton_why_not", lambda *_: "")
+
+    def chosen():
+        return backend_choice.choose_backends("auto", "auto", "none", config, torch.bfloat16, CUDA, 1).flashinfer
+
+    for capability, reason, expected in (((9, 0), "", True), ((9, 0), "no nvcc", False), ((8, 0), "", False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(backend_choice, "flashinfer_why_not", lambda *_, found=reason: found)
+        assert chosen() == expected
+
+
+def test_it_needs_a_compiler_or_compiled_kernels(folder, monkeypatch):
+    config = replace(read_folder_config(Path(folder("llama"))), head_dim=128)
+    there = {"flashinfer", "flashinfer_cubin"}
+    tools = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in there or None)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in tools else None)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert "no nvcc" in why_not(CUDA, torch.bfloat16, config)
+    tools.add("nvcc")
+    assert "C++ compiler" in why_not(CUDA, torch.bfloat16, config)
+    tools.add("g++")
+    assert not why_not(CUDA, torch.bfloat16, config)
+    tools.clear()
+    there.add("flashinfer_jit_cache")
+    assert not why_not(CUDA, torch.bfloat16, config)
 
 
 def test_what_cannot_serve_is_one_line(folder, monkeypatch):

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("auto", "torch", "native")
 ATTENTION_BACKENDS = ("auto", "gather", "native", "triton", "flashinfer")
+HOPPER = (9, 0)
+"""The compute capability for which auto takes flashinfer where it can."""
 BITS_ON_LOAD = {"q4": 4, "q8": 8}
 """Bits of weights in blocks that are made as a model loads."""
 QUANTIZATIONS = ("none", "int8", *BITS_ON_LOAD)
@@ -76,7 +78,8 @@ def choose_backends(
     deterministic: bool = False,
     kv_cache_dtype: str = "auto",
 ) -> BackendChoice:
-    """Choose backends by the settings of the same names. `auto` takes Triton on CUDA, else native kernels if they work.
+    """Choose backends by the settings of the same names. `auto` takes flashinfer on a Hopper device where that can
+    serve, Triton on CUDA, else native kernels if they work.
 
     threads: threads of the native kernels; 0 lets them choose.
 
@@ -127,9 +130,11 @@ def _choose(
         return BackendChoice(None, False, "torch")
     if attention_backend == "flashinfer":
         return _flashinfer(model_impl, config, dtype, device)
-    if attention_backend == "triton" or (
-        device.type == "cuda" and attention_backend == "auto" and model_impl != "native"
-    ):
+    on_cuda = device.type == "cuda" and attention_backend == "auto" and model_impl != "native"
+    flashinfer = on_cuda and not flashinfer_why_not(device, dtype, config)
+    if flashinfer and torch.cuda.get_device_capability(device) == HOPPER:
+        return _flashinfer(model_impl, config, dtype, device)
+    if attention_backend == "triton" or on_cuda:
         return _triton(model_impl, attention_backend, config, device)
     engine, reason = _native_engine(config, dtype, device, threads)
     if engine is None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.attention.backend import PlansCapturedSteps
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.model_backend import TorchModel
@@ -40,7 +41,8 @@ class CudaGraphRunner:
     """A ModelBackend that replays captured steps for decodes, and runs all other steps eagerly. SGLang's
     CudaGraphRunner.
 
-    When all rows decode, attention must do nothing on the host that depends on lengths (TritonAttention does not).
+    When all rows decode, attention must do nothing on the host that depends on lengths (TritonAttention does not), or
+    does it in `plan_captured`.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class CudaGraphRunner:
     ) -> None:
         """Capture steps of up to `largest` rows. Raises ConfigError if memory runs out."""
         self._model = model
+        self._planner = model.attention if isinstance(model.attention, PlansCapturedSteps) else None
         self._sizes = capture_batch_sizes(largest)
         self._columns = torch.zeros(4, largest, dtype=torch.int64, device=device)
         self._numbers = torch.arange(largest, device=device)
@@ -75,6 +78,8 @@ class CudaGraphRunner:
         rows = len(batch.counts)
         inputs = [batch.token_ids, batch.positions, batch.slots, batch.pool_rows]
         torch._foreach_copy_(list(self._columns[:, :rows].unbind()), inputs)
+        if self._planner is not None:
+            self._planner.plan_captured(batch, size)
         # Inputs left over from a larger batch would write to slots that other rows own now.
         self._columns[:, rows:size].zero_()
         self._plays[size]()
@@ -103,7 +108,10 @@ class CudaGraphRunner:
             starts=np.zeros(size, dtype=np.int64),
             counts=np.ones(size, dtype=np.int64),
             decode_rows=size,
+            captured=size,
         )
+        if self._planner is not None:
+            self._planner.plan_captured(batch, size)
 
         def work() -> None:
             logits = self._model.step(batch)
@@ -140,16 +148,16 @@ class CudaGraphCapturer:
         return graph.replay
 
 
-def why_not(config: ModelConfig, device: torch.device, *, triton: bool, divided: bool, adapters: bool) -> str:
+def why_not(config: ModelConfig, device: torch.device, *, capturable: bool, divided: bool, adapters: bool) -> str:
     """Return why steps of a model cannot be captured, "" if they can.
 
-    triton: whether Triton's kernels attend.
+    capturable: whether attention does nothing on the host in a captured step: Triton's and flashinfer's.
     divided: whether the model is divided over several ranks.
     adapters: whether LoRA adapters are enabled.
     """
     reasons = {
         "the device is no CUDA device": device.type != "cuda",
-        "attention works on the host for every step (only --attention-backend triton does not)": not triton,
+        "attention works on the host for every step (--attention-backend triton and flashinfer do not)": not capturable,
         "experts are chosen on the host": config.experts is not None,
         "steps with recurrent states are not captured yet": config.recurrent is not None,
         "ranks of a divided model record no steps yet": divided,

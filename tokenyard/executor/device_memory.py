@@ -15,6 +15,8 @@ SAMPLING_BYTES = 10
 """Of a logit: in the dtype of the weights, in float32, and a copy of rows whose parameters change their logits."""
 GRAPH_BYTES = 2 << 20
 """Of a captured step, for the parameters of its kernels."""
+FLASHINFER_BYTES = 160 << 20
+"""Of flashinfer: a workspace, and 8 MiB of each of its wrappers, for one size of window."""
 LIBRARY_BYTES = 128 << 20
 """Workspaces of libraries and loaded kernels that come after the weights."""
 NCCL_BYTES = 512 << 20
@@ -28,7 +30,7 @@ class DeviceMemory:
     steps: activations of the largest step.
     graphs: captured steps.
     page_table: page tables.
-    libraries: workspaces of cuBLAS and NCCL.
+    libraries: workspaces of cuBLAS, NCCL and flashinfer.
     """
 
     steps: int
@@ -71,20 +73,26 @@ def device_memory(
     captured: tuple[int, ...] = (),
     divided: bool = False,
     draft_tokens: int = 0,
+    flashinfer: bool = False,
 ) -> DeviceMemory:
     """Count what is not static. captured: the batch sizes whose steps are captured. draft_tokens: of a row, each of
-    which has logits as it is verified, and is a token of the step.
+    which has logits as it is verified, and is a token of the step. flashinfer: whether that package attends.
     """
     largest = max(captured, default=0)
     # Graphs share one pool, so they take what the largest does, and its logits and hidden states stay.
     graphs = len(captured) * GRAPH_BYTES + (step_bytes(config, largest, largest, dtype.itemsize) if captured else 0)
     graphs += largest * (4 * config.vocab_size + config.hidden_size * dtype.itemsize)
     tables = 2 if any(config.windows) else 1
+    libraries = LIBRARY_BYTES + (NCCL_BYTES if divided else 0)
+    if flashinfer:
+        libraries += FLASHINFER_BYTES * len(set(config.windows))
+        # It has the pages of a captured step's rows as a list, for each size of window.
+        tables += len(set(config.windows)) if captured else 0
     drafts = draft_tokens * max_pool_rows
     return DeviceMemory(
         step_bytes(config, max_step_tokens + max_pool_rows + drafts, max_pool_rows, dtype.itemsize)
         + drafts * config.vocab_size * SAMPLING_BYTES,
         graphs,
         tables * max_pool_rows * -(-context_length // page_size) * 4,
-        LIBRARY_BYTES + (NCCL_BYTES if divided else 0),
+        libraries,
     )

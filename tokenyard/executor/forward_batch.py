@@ -28,6 +28,7 @@ class ForwardBatch:
     attention: metadata that the attention backend prepares for the step, by window.
     hidden: [T, hidden], the output of the previous pipeline stage; None in the first stage.
     states: the recurrent states of the rows; None for a model without.
+    captured: the rows of the captured step that this batch is recorded for; 0 for a batch that runs eagerly.
     shared_kv: keys and values of the batch's tokens that later layers read too, by their layer.
     """
 
@@ -42,6 +43,7 @@ class ForwardBatch:
     attention: dict[int, Any] = field(default_factory=dict)
     hidden: torch.Tensor | None = None
     states: StateBatch | None = None
+    captured: int = 0
     shared_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 

@@ -365,8 +365,8 @@ def _reserved_bytes(
     if device.type != "cuda":
         return 0
     sizes: list[int] = []
-    divided, triton = part is not None, choice.triton and not choice.flashinfer
-    reason = why_not_record(config, device, triton=triton, divided=divided, adapters=given.lora_slots > 0)
+    divided, capturable = part is not None, choice.triton or choice.flashinfer
+    reason = why_not_record(config, device, capturable=capturable, divided=divided, adapters=given.lora_slots > 0)
     if not given.disable_cuda_graph and not reason:
         sizes = capture_batch_sizes(min(given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS))
     need = device_memory(
@@ -379,6 +379,7 @@ def _reserved_bytes(
         captured=tuple(sizes),
         divided=divided,
         draft_tokens=given.draft_tokens,
+        flashinfer=choice.flashinfer,
     )
     # A draft model's steps run between those of the model, whose memory torch's allocator gives them.
     drafting = 0 if drafts_from is None else step_bytes(drafts_from, given.max_pool_rows, given.max_pool_rows, 2)
@@ -455,8 +456,8 @@ def _recorded(
     adapters: bool,
 ) -> ModelBackend:
     """Return the model with captured decode steps, or the model itself where they cannot be captured."""
-    triton = choice.triton and not choice.flashinfer
-    reason = why_not_record(config, device, triton=triton, divided=divided, adapters=adapters)
+    capturable = choice.triton or choice.flashinfer
+    reason = why_not_record(config, device, capturable=capturable, divided=divided, adapters=adapters)
     if reason:
         logger.info("no CUDA graphs: %s", reason)
         return model

@@ -1,7 +1,7 @@
 """The interface of attention: how a layer calls the backend that attends over the paged KV pool."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -41,6 +41,17 @@ class AttentionBackend(Protocol):
 
         A row of the batch has `counts` queries at consecutive positions, each of which sees the row's keys up to its
         own position: one for a decode, several for a chunk or for drafts to verify.
+        """
+
+
+@runtime_checkable
+class PlansCapturedSteps(Protocol):
+    """An AttentionBackend that works on the host for decodes, and so before each replay of a captured step."""
+
+    def plan_captured(self, batch: ForwardBatch, size: int) -> None:
+        """Prepare a batch of decodes that is padded to `size` rows; `prepare` is captured for `batch.captured`.
+
+        Rows beyond those of the batch read one token of page 0. SGLang's init_forward_metadata_replay_cuda_graph.
         """
 
 

@@ -25,6 +25,8 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 WORKSPACE_BYTES = 128 << 20
 """What the package recommends."""
+CAPTURED_PLAN_BYTES = 8 << 20
+"""Of a wrapper's plan, as in the package."""
 PLANS = 2
 """Plans that are kept: a step is planned while the one before still runs by its own."""
 CUDA_CORE_GROUPS = (1, 2)
@@ -37,13 +39,16 @@ def why_not(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> st
         return f"flashinfer needs a CUDA device, not {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer is not installed (pip install 'tokenyard[flashinfer]')"
-    if importlib.util.find_spec("flashinfer_cubin") is None and not _has_nvcc():
+    if importlib.util.find_spec("flashinfer_jit_cache") is None and not _can_compile():
         return (
-            "flashinfer compiles its kernels at the first request and finds no nvcc (install the CUDA toolkit, or set"
-            " CUDA_HOME)"
+            "flashinfer compiles its kernels as it first uses them, and finds no nvcc or no C++ compiler (install the"
+            " CUDA toolkit and g++, or set CUDA_HOME, or install flashinfer-jit-cache, which has them compiled)"
         )
-    if config.head_dim not in HEAD_DIMS:
-        return f"flashinfer takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {config.head_dim}"
+    if config.latent is not None:
+        return "it is not used for latent attention"
+    others = [size for _, size in map(config.kv_shape, config.kv_layers) if size not in HEAD_DIMS]
+    if others:
+        return f"flashinfer takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {others[0]}"
     if dtype not in DTYPES:
         return f"flashinfer takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if config.sinks:
@@ -51,9 +56,11 @@ def why_not(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> st
     return ""
 
 
-def _has_nvcc() -> bool:
+def _can_compile() -> bool:
+    """Whether the package finds what it compiles with. Its package flashinfer-cubin has kernels that are not used."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").is_file()
+    nvcc = shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").is_file()
+    return nvcc and any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "c++"))
 
 
 @dataclass(slots=True)
@@ -61,12 +68,26 @@ class _Plan:
     """The wrappers of a step.
 
     decode, extend: by window.
-    taken: recorded when the device has read the plan, None on a CPU.
+    taken: recorded when the device has read the plan, None on a CPU and before the first plan of a captured step.
     """
 
     decode: dict[int, Any]
     extend: dict[int, Any]
     taken: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """What the captured steps of one window read, on the device.
+
+    indptr, last, pages: see _Keys.
+    plan: how the package divides the work.
+    """
+
+    indptr: torch.Tensor
+    last: torch.Tensor
+    pages: torch.Tensor
+    plan: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +108,8 @@ class FlashInferAttention(FusedKvWriteAttention):
     """A FusedKvWriteAttention by flashinfer: decodes by its decode wrapper, all other rows by that of prompts on a
     prefix.
 
-    A step is planned once for each size of window. Steps are not recorded as CUDA graphs: a plan depends on lengths, so
-    each replay would need its own, in buffers that stay (the package's `use_cuda_graph`).
+    A step is planned on the host once for each size of window. A captured step has wrappers of its own, whose plans
+    lie where the graph reads them (the package's `use_cuda_graph`), and is planned before each replay.
     """
 
     def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
@@ -99,23 +120,29 @@ class FlashInferAttention(FusedKvWriteAttention):
         self._kv_heads, self._head_dim = pool.tensor.shape[3:]
         device = pool.tensor.device
         # Zeros, as the decode wrapper requires. Launches of one stream run in order, so all may share it.
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        workspace = self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         cores = heads // self._kv_heads not in CUDA_CORE_GROUPS
 
         decode = partial(flashinfer.BatchDecodeWithPagedKVCacheWrapper, workspace, "NHD", use_tensor_cores=cores)
         extend = partial(flashinfer.BatchPrefillWithPagedKVCacheWrapper, workspace, "NHD")
 
-        def plan() -> _Plan:
-            windows = dict.fromkeys(spec.windows)
-            taken = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            return _Plan({window: decode() for window in windows}, {window: extend() for window in windows}, taken)
-
-        self.plans = [plan() for _ in range(PLANS)]
+        self._decode = decode
+        windows = self._windows = tuple(dict.fromkeys(spec.windows))
+        self.plans = [
+            _Plan({window: decode() for window in windows}, {window: extend() for window in windows}, self._event())
+            for _ in range(PLANS)
+        ]
+        self.current = self.plans[0]
+        self._captured: dict[int, _Plan] = {}
+        self._buffers: dict[int, _Buffers] = {}
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Plan the step for each window; see AttentionBackend."""
+        """Plan the step for each window, unless it is captured; see AttentionBackend."""
+        if batch.captured:
+            self.current = self._captured[batch.captured]
+            return
         self.plans.append(self.plans.pop(0))
-        plan = self.plans[-1]
+        plan = self.current = self.plans[-1]
         if plan.taken is not None:
             # A plan is copied from its wrapper's pinned memory, which the next plan overwrites: wait for that copy.
             plan.taken.synchronize()
@@ -134,13 +161,51 @@ class FlashInferAttention(FusedKvWriteAttention):
         if plan.taken is not None:
             plan.taken.record()
 
+    def plan_captured(self, batch: ForwardBatch, size: int) -> None:
+        """Plan a captured step for each window; see PlansCapturedSteps."""
+        if size not in self._captured:
+            self._captured[size] = _Plan({window: self._wrapper(window, size) for window in self._windows}, {}, None)
+        plan, rows = self._captured[size], len(batch.counts)
+        if plan.taken is not None:
+            plan.taken.synchronize()
+        for window, wrapper in plan.decode.items():
+            keys = self._keys(batch, np.arange(rows), slice(0, rows), window, size - rows)
+            wrapper.plan(keys.indptr, keys.pages, keys.last, *self._shape(), **self._options(window))
+        plan.taken = plan.taken or self._event()
+        if plan.taken is not None:
+            plan.taken.record()
+
+    def _wrapper(self, window: int, size: int) -> Any:
+        """Return a decode wrapper of a captured step: steps of all sizes share buffers, as each is planned anew."""
+        if window not in self._buffers:
+            rows, device = len(self._pages.tensor), self._pool.tensor.device
+            self._buffers[window] = _Buffers(
+                torch.zeros(rows + 1, dtype=torch.int32, device=device),
+                torch.zeros(rows, dtype=torch.int32, device=device),
+                torch.zeros(self._pages.tensor.numel(), dtype=torch.int32, device=device),
+                torch.zeros(CAPTURED_PLAN_BYTES, dtype=torch.uint8, device=device),
+            )
+        own = self._buffers[window]
+        wrapper = self._decode(
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=own.indptr[: size + 1],
+            paged_kv_indices_buffer=own.pages,
+            paged_kv_last_page_len_buffer=own.last[:size],
+        )
+        # Each wrapper would have 8 MiB of the device otherwise.
+        wrapper.reset_workspace_buffer(self._workspace, own.plan)
+        return wrapper
+
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.Event() if self._pool.tensor.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
     def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
         """Return where a layer's keys and values of a batch go; see FusedKvWriteAttention."""
         return KvSlots(batch.slots, *self._pool.layer(layer))
 
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attend with keys and values that are in the pool; see FusedKvWriteAttention."""
-        q, decodes, plan, window = q.contiguous(), batch.decode_rows, self.plans[-1], self._spec.windows[layer]
+        q, decodes, plan, window = q.contiguous(), batch.decode_rows, self.current, self._spec.windows[layer]
         shape = (-1, self._pages.page_size, self._kv_heads, self._head_dim)
         keys, values = (side.view(shape) for side in self._pool.layer(layer))
         out = torch.empty_like(q)
@@ -164,8 +229,13 @@ class FlashInferAttention(FusedKvWriteAttention):
             "sm_scale": self._spec.scale,
         }
 
-    def _keys(self, batch: ForwardBatch, firsts: npt.NDArray[np.int64], rows: slice, window: int) -> _Keys:
-        """Return the pages that some rows read, from the first that the window of their first query reaches."""
+    def _keys(
+        self, batch: ForwardBatch, firsts: npt.NDArray[np.int64], rows: slice, window: int, padding: int = 0
+    ) -> _Keys:
+        """Return the pages that some rows read, from the first that the window of their first query reaches.
+
+        padding: further rows, each of which reads a token of page 0.
+        """
         page_size, device = self._pages.page_size, batch.positions.device
         starts, ends = batch.starts[rows], (batch.starts + batch.counts)[rows]
         first_page = np.maximum(starts - (window - 1), 0) // page_size if window else np.zeros_like(starts)
@@ -177,7 +247,12 @@ class FlashInferAttention(FusedKvWriteAttention):
         row = torch.repeat_interleave(columns[1], output_size=total)
         column = torch.arange(total, device=device) + columns[2][row]
         pages = self._pages.tensor[batch.pool_rows[columns[0]][row], column]
-        return _Keys(self._host(indptr), pages, self._host((ends - 1) % page_size + 1))
+        last = (ends - 1) % page_size + 1
+        if padding:
+            indptr, last = _offsets(np.pad(counts, (0, padding), constant_values=1)), np.pad(last, (0, padding))
+            last[-padding:] = 1
+            pages = torch.nn.functional.pad(pages, (0, padding))
+        return _Keys(self._host(indptr), pages, self._host(last))
 
     def _host(self, column: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return numbers as int32 on the host, in pinned memory if the device is a GPU."""

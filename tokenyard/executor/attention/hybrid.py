@@ -6,7 +6,13 @@ from typing import Generic, TypeVar
 
 import torch
 
-from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec, FusedKvWriteAttention, KvSlots
+from tokenyard.executor.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    FusedKvWriteAttention,
+    KvSlots,
+    PlansCapturedSteps,
+)
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
 
@@ -47,6 +53,12 @@ class HybridAttention(Generic[Backend]):
         self.batches = [replace(batch, slots=slots, attention={}), batch]
         for backend, own in zip(self._backends, self.batches, strict=False):
             backend.prepare(own)
+
+    def plan_captured(self, batch: ForwardBatch, size: int) -> None:
+        """Prepare each group that needs it; see PlansCapturedSteps."""
+        for backend in self._backends:
+            if isinstance(backend, PlansCapturedSteps):
+                backend.plan_captured(batch, size)
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
