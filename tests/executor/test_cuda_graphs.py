@@ -154,12 +154,15 @@ def test_no_memory_says_what_to_lower(make_driver, folder):
         CudaGraphRunner(driver.executor.model, config, 2, CPU, record)
 
 
-def test_why_steps_are_not_recorded(folder):
+def test_why_steps_are_not_recorded(folder, monkeypatch):
     config, experts = (read_folder_config(Path(folder(case))) for case in ("llama", "qwen3-moe"))
-    cuda = torch.device("cuda:0")
+    cuda, half = torch.device("cuda:0"), torch.bfloat16
     plain = {"capturable": True, "divided": False, "adapters": False}
-    assert not why_not(config, cuda, **plain)
-    assert "CUDA" in why_not(config, choose_device("cpu"), **plain)
-    assert "experts" in why_not(experts, cuda, **plain)
+    assert not why_not(config, cuda, half, **plain)
+    assert "CUDA" in why_not(config, choose_device("cpu"), half, **plain)
+    for capability, kind, reason in (((8, 0), half, "9.x"), ((9, 0), torch.float16, "bfloat16"), ((9, 0), half, "")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert reason in why_not(experts, cuda, kind, **plain)
+        assert bool(reason) == bool(why_not(experts, cuda, kind, **plain))
     for name, word in (("capturable", "attention"), ("divided", "ranks"), ("adapters", "adapters")):
-        assert word in why_not(config, cuda, **{**plain, name: not plain[name]})
+        assert word in why_not(config, cuda, half, **{**plain, name: not plain[name]})

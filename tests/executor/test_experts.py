@@ -1,14 +1,18 @@
 """Mixtures of experts: what transformers computes, under chunks, prefix hits and retraction too."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.executor.meta_device import Watch, pretend_driver
 from tests.executor.small_pool import serve_with_small_pool
 from tests.executor.tiny_models import DEVICE, EXPERT_CASES, logits, prompt_of
 from tokenyard.base import ConfigError
+from tokenyard.executor.layers.grouped_experts import GroupedExperts
 from tokenyard.executor.layers.linear import Linear
-from tokenyard.executor.layers.mlp import GatedMlp, SparseMoe
-from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.layers.mlp import ExpertLoop, GatedMlp, SparseMoe, TopK
+from tokenyard.executor.model_loader import load_executor, read_folder_config
 from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.executor.models.stacked_params import GraniteMlps
 
@@ -40,12 +44,42 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(folder, case, backend):
     serve_with_small_pool(executor, case)
 
 
+@pytest.fixture
+def grouped(monkeypatch):
+    """Experts as on a GPU with products of groups."""
+    for module in ("tokenyard.executor.models.parts", "tokenyard.executor.models.shared_kv"):
+        monkeypatch.setattr(f"{module}.why_not_grouped", lambda *_: "")
+    made = []
+    init = GroupedExperts.__init__
+    monkeypatch.setattr(GroupedExperts, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1])
+    return made
+
+
+@pytest.mark.parametrize("case", [*EXPERT_CASES, "gemma4-moe", "deepseek-v3"])
+def test_products_of_groups_find_what_transformers_does(make_driver, case, grouped):
+    driver = make_driver(case, page_size=4, model_impl="torch", attention_backend="gather")
+    assert grouped
+    prompts = [prompt_of(length, seed=length) for length in (30, 7)]
+    tickets = [driver.launch((driver.start(prompt), None), delay=True)[2] for prompt in prompts]
+    for ticket, prompt in zip(tickets, prompts, strict=True):
+        torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+
+
+def test_products_of_groups_wait_for_nothing(folder, monkeypatch, grouped):
+    driver = pretend_driver(monkeypatch, read_folder_config(Path(folder("qwen3-moe"))), 4)
+    rows = [driver.start(prompt_of(length, seed=length)) for length in (3, 60)]
+    with Watch():
+        driver.launch(*[(row, None) for row in rows])
+        driver.launch(*[(row, 1) for row in rows])
+
+
 def test_an_expert_that_no_token_chose_is_not_computed():
     def broken(x):
         raise AssertionError("computed")
 
     down, gate_up = Linear(torch.eye(4)), Linear(torch.ones(8, 4))
-    experts = SparseMoe(Linear(torch.tensor([[1.0] * 4, [0.0] * 4])), [GatedMlp(gate_up, down), broken], 1, True)
+    router = Linear(torch.tensor([[1.0] * 4, [0.0] * 4]))
+    experts = SparseMoe(router, ExpertLoop([GatedMlp(gate_up, down), broken]), TopK(1, True))
     x = torch.full((3, 4), 0.5)
     torch.testing.assert_close(experts(x), GatedMlp(gate_up, down)(x))
     assert experts(x[:0]).shape == (0, 4)

@@ -16,6 +16,7 @@ import torch
 from tokenyard.base import ConfigError
 from tokenyard.executor.attention.backend import PlansCapturedSteps
 from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.layers.grouped_experts import why_not as why_not_grouped
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.model_backend import TorchModel
 
@@ -148,17 +149,20 @@ class CudaGraphCapturer:
         return graph.replay
 
 
-def why_not(config: ModelConfig, device: torch.device, *, capturable: bool, divided: bool, adapters: bool) -> str:
+def why_not(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, capturable: bool, divided: bool, adapters: bool
+) -> str:
     """Return why steps of a model cannot be captured, "" if they can.
 
     capturable: whether attention does nothing on the host in a captured step: Triton's and flashinfer's.
     divided: whether the model is divided over several ranks.
     adapters: whether LoRA adapters are enabled.
     """
+    loop = "" if config.experts is None else why_not_grouped(config, device, dtype)
     reasons = {
         "the device is no CUDA device": device.type != "cuda",
         "attention works on the host for every step (--attention-backend triton and flashinfer do not)": not capturable,
-        "experts are chosen on the host": config.experts is not None,
+        f"experts are counted on the host ({loop})": bool(loop),
         "steps with recurrent states are not captured yet": config.recurrent is not None,
         "ranks of a divided model record no steps yet": divided,
         "adapters change the products of a step": adapters,

@@ -214,7 +214,7 @@ def load_executor(
     model = make_model(choice, layers, pool, pages)
     if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
         divided, adapted = part is not None, adapters is not None
-        model = _recorded(model, config, choice, given, target, divided=divided, adapters=adapted)
+        model = _recorded(model, config, choice, given, target, kind, divided=divided, adapters=adapted)
 
     def drafter(choose: Choose) -> Drafter:
         if drafts_from is None or draft_layers is None:
@@ -239,7 +239,7 @@ def load_executor(
         adapters = _make_adapters(layers, config, given, target, kind)
         model = make_model(own, layers, pool, pages)
         if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
-            model = _recorded(model, config, own, given, target, divided=False, adapters=adapters is not None)
+            model = _recorded(model, config, own, given, target, kind, divided=False, adapters=adapters is not None)
         return LoadedModel(model, adapters)
 
     sampling_backend = make_sampling_backend(choice, config)
@@ -366,7 +366,9 @@ def _reserved_bytes(
         return 0
     sizes: list[int] = []
     divided, capturable = part is not None, choice.triton or choice.flashinfer
-    reason = why_not_record(config, device, capturable=capturable, divided=divided, adapters=given.lora_slots > 0)
+    reason = why_not_record(
+        config, device, dtype, capturable=capturable, divided=divided, adapters=given.lora_slots > 0
+    )
     if not given.disable_cuda_graph and not reason:
         sizes = capture_batch_sizes(min(given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS))
     need = device_memory(
@@ -451,13 +453,14 @@ def _recorded(
     choice: BackendChoice,
     given: LoadOptions,
     device: torch.device,
+    dtype: torch.dtype,
     *,
     divided: bool,
     adapters: bool,
 ) -> ModelBackend:
     """Return the model with captured decode steps, or the model itself where they cannot be captured."""
     capturable = choice.triton or choice.flashinfer
-    reason = why_not_record(config, device, capturable=capturable, divided=divided, adapters=adapters)
+    reason = why_not_record(config, device, dtype, capturable=capturable, divided=divided, adapters=adapters)
     if reason:
         logger.info("no CUDA graphs: %s", reason)
         return model

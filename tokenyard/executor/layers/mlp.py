@@ -72,6 +72,25 @@ class SharedExpert:
 Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """[rows, experts] -> weights and numbers of the chosen experts, each [rows, active]."""
 
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From [rows, hidden], and weights and numbers of the chosen experts, each [rows, active], to the weighted sums of what
+these find, [rows, hidden]."""
+
+
+class TopK:
+    """The choice of the `active` experts that a softmax over all of them scores best.
+
+    normed: whether the scores of the chosen ones are scaled to sum to one.
+    """
+
+    def __init__(self, active: int, normed: bool) -> None:
+        self._active, self._normed = active, normed
+
+    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Choose."""
+        scores, chosen = logits.float().softmax(dim=-1).topk(self._active, dim=-1)
+        return (scores / scores.sum(dim=-1, keepdim=True) if self._normed else scores), chosen
+
 
 class GroupedTopK:
     """DeepSeek's choice of experts: those with the best scores in the best groups of experts.
@@ -102,41 +121,33 @@ class GroupedTopK:
 
 
 class SparseMoe:
-    """A mixture of experts: each token goes to the `active` experts that the router scores best.
+    """A mixture of experts: each token goes to the experts that `choose` takes by the router's numbers.
 
-    The scores are a softmax over all experts; with `normed` those of the chosen ones are scaled to sum to one. Only
-    experts that a token of the batch chose are computed, each over its tokens in one product.
-
-    choose: chooses experts otherwise, by the router's numbers.
     before: what the experts are given of the input; the router has the input itself.
     """
 
-    def __init__(
-        self,
-        router: Product,
-        experts: Sequence[GatedMlp],
-        active: int,
-        normed: bool,
-        before: Product | None = None,
-        choose: Choose | None = None,
-    ) -> None:
-        self._router, self._experts, self._active, self._normed = router, experts, active, normed
-        self._before, self._choose = before, choose
+    def __init__(self, router: Product, experts: Experts, choose: Choose, before: Product | None = None) -> None:
+        self._router, self._experts, self._choose, self._before = router, experts, choose, before
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
-        if self._choose is not None:
-            scores, chosen = self._choose(self._router(x))
-        else:
-            scores, chosen = self._router(x).float().softmax(dim=-1).topk(self._active, dim=-1)
-            if self._normed:
-                scores = scores / scores.sum(dim=-1, keepdim=True)
-        scores = scores.to(x.dtype)
-        if self._before is not None:
-            x = self._before(x)
+        scores, chosen = self._choose(self._router(x))
+        return self._experts(x if self._before is None else self._before(x), scores.to(x.dtype), chosen)
+
+
+class ExpertLoop:
+    """Experts one after the other; see Experts. Only those that a token of the batch chose are computed, each over its
+    tokens in one product.
+    """
+
+    def __init__(self, experts: Sequence[Product]) -> None:
+        self._experts = experts
+
+    def __call__(self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """See Experts."""
         # Sorted by expert, each expert's tokens are one run.
         experts, order = chosen.flatten().sort(stable=True)
-        tokens, weights = order // self._active, scores.flatten()[order, None]
+        tokens, weights = order // chosen.shape[1], scores.flatten()[order, None]
         ends = torch.bincount(experts, minlength=len(self._experts)).cumsum(0).tolist()
         found, first = torch.zeros_like(x), 0
         for expert, end in zip(self._experts, ends, strict=True):

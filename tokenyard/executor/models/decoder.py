@@ -11,14 +11,14 @@ from tokenyard.executor.layers.delta_net import DeltaNetWeights, GatedDeltaNet
 from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
 from tokenyard.executor.layers.mamba2 import Mamba2, Mamba2Weights
-from tokenyard.executor.layers.mlp import GatedMlp, GroupedTopK, SharedExpert, SparseMoe
+from tokenyard.executor.layers.mlp import GatedMlp, GroupedTopK, SharedExpert, SparseMoe, TopK
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.layers.rotary import Rotary, rotate
 from tokenyard.executor.layers.short_conv import ShortConv
 from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig
 from tokenyard.executor.models.latent_attention import LatentAttention
-from tokenyard.executor.models.parts import fused, fused_parts, gated_mlp, read_norm
+from tokenyard.executor.models.parts import experts_of, fused, fused_parts, gated_mlp, read_norm
 from tokenyard.executor.models.shared_kv import (
     MlpAndExperts,
     PerLayerInputs,
@@ -368,20 +368,15 @@ def _experts(config: ModelConfig, weights: Weights, index: int) -> SparseMoe:
     prefix, experts = f"model.layers.{index}.mlp", config.experts
     assert experts is not None
     router = fused(weights, {f"{prefix}.gate": experts.count}, config.hidden_size, experts.bias)
-    each = [
-        gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size, experts.bias)
-        for expert in range(experts.count)
-    ]
+    each = experts_of(config, weights, prefix)
     if experts.plain and config.latent is None:
-        return SparseMoe(router, each, experts.active, experts.normed)
+        return SparseMoe(router, each, TopK(experts.active, experts.normed))
     # In float32, as transformers has it of DeepSeek, V2-Lite too, whose choice is plain.
     router = Linear(weights.get(f"{prefix}.gate.weight", (experts.count, config.hidden_size)).float())
     correction = None
     if experts.sigmoid:
         correction = weights.get(f"{prefix}.gate.e_score_correction_bias", (experts.count,)).float()
-    return SparseMoe(
-        lambda x: router(x.float()), each, experts.active, experts.normed, choose=GroupedTopK(experts, correction)
-    )
+    return SparseMoe(lambda x: router(x.float()), each, GroupedTopK(experts, correction))
 
 
 class NormNames(NamedTuple):

@@ -2,8 +2,10 @@
 
 import torch
 
+from tokenyard.executor.layers.grouped_experts import GroupedExperts, stacked
+from tokenyard.executor.layers.grouped_experts import why_not as why_not_grouped
 from tokenyard.executor.layers.linear import Linear
-from tokenyard.executor.layers.mlp import GatedMlp, gating
+from tokenyard.executor.layers.mlp import ExpertLoop, Experts, GatedMlp, gating
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.weights import Weights
@@ -15,6 +17,23 @@ def gated_mlp(config: ModelConfig, weights: Weights, prefix: str, inter: int, bi
     down = fused(weights, {f"{prefix}.down_proj": config.hidden_size}, inter, bias)
     gated = gating(config.activation, config.gate_limit)
     return GatedMlp(fused(weights, gate_up, config.hidden_size, bias), down, gated)
+
+
+def experts_of(config: ModelConfig, weights: Weights, prefix: str) -> Experts:
+    """Read `prefix`.experts, each a gated MLP."""
+    experts = config.experts
+    assert experts is not None
+    names = [f"{prefix}.experts.{expert}" for expert in range(experts.count)]
+    inter, hidden, bias = experts.intermediate_size, config.hidden_size, experts.bias
+    like = weights.get(f"{prefix.removesuffix('.mlp')}.input_layernorm.weight", (hidden,))
+    if why_not_grouped(config, like.device, like.dtype):
+        return ExpertLoop([gated_mlp(config, weights, name, inter, bias) for name in names])
+    both = (
+        fused_parts(weights, {f"{name}.gate_proj": inter, f"{name}.up_proj": inter}, hidden, bias) for name in names
+    )
+    down = (fused_parts(weights, {f"{name}.down_proj": hidden}, inter, bias) for name in names)
+    gated = gating(config.activation, config.gate_limit)
+    return GroupedExperts(stacked(experts.count, both), stacked(experts.count, down), gated)
 
 
 def read_norm(config: ModelConfig, weights: Weights, name: str, size: int = 0) -> RMSNorm:

@@ -4,8 +4,10 @@ import torch
 
 from tokenyard.executor.attention.backend import AttentionBackend
 from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.layers.grouped_experts import GroupedExperts, StackedProduct
+from tokenyard.executor.layers.grouped_experts import why_not as why_not_grouped
 from tokenyard.executor.layers.linear import Linear
-from tokenyard.executor.layers.mlp import GatedMlp, SparseMoe, gating
+from tokenyard.executor.layers.mlp import ExpertLoop, Experts, GatedMlp, SparseMoe, TopK, gating
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import rotate
 from tokenyard.executor.models.config import ModelConfig
@@ -107,8 +109,7 @@ class MlpAndExperts:
         self._experts = SparseMoe(
             lambda x: router(router_norm(x)),
             _experts_of(config, weights, prefix),
-            experts.active,
-            experts.normed,
+            TopK(experts.active, experts.normed),
             before=read_norm(config, weights, f"{prefix}.pre_feedforward_layernorm_2"),
         )
 
@@ -130,7 +131,7 @@ def mlp_of_gemma4(config: ModelConfig, weights: Weights, index: int) -> GatedMlp
     return mlp if config.experts is None else MlpAndExperts(config, weights, index, mlp)
 
 
-def _experts_of(config: ModelConfig, weights: Weights, prefix: str) -> list[GatedMlp]:
+def _experts_of(config: ModelConfig, weights: Weights, prefix: str) -> Experts:
     """Read the experts of a layer; the factor on what each gives is in its last product."""
     experts, gated = config.experts, gating(config.activation, config.gate_limit)
     assert experts is not None
@@ -138,7 +139,11 @@ def _experts_of(config: ModelConfig, weights: Weights, prefix: str) -> list[Gate
     gate_up = weights.get(f"{prefix}.experts.gate_up_proj", (experts.count, 2 * inter, hidden))
     down = weights.get(f"{prefix}.experts.down_proj", (experts.count, hidden, inter))
     factors = weights.get(f"{prefix}.router.per_expert_scale", (experts.count,))
-    return [
-        GatedMlp(Linear(gate_up[expert]), Linear(down[expert] * factors[expert]), gated)
-        for expert in range(experts.count)
-    ]
+    if not why_not_grouped(config, down.device, down.dtype):
+        return GroupedExperts(StackedProduct(gate_up), StackedProduct(down * factors[:, None, None]), gated)
+    return ExpertLoop(
+        [
+            GatedMlp(Linear(gate_up[expert]), Linear(down[expert] * factors[expert]), gated)
+            for expert in range(experts.count)
+        ]
+    )
