@@ -123,3 +123,23 @@ def test_many_at_once(mock_server):
     texts = asyncio.run(run())
     assert len(texts) == 40
     assert all(texts)
+
+
+def test_responses_are_counted_compacted_and_cut_to_fit(client):
+    asked = {"model": "tokenyard-demo", "instructions": "Be brief.", "input": "Hello there"}
+    first = client.responses.create(**asked, max_output_tokens=4)
+    assert client.responses.input_tokens.count(**asked).input_tokens == first.usage.input_tokens
+    fields = {"model": "tokenyard-demo", "previous_response_id": first.id}
+    more = client.responses.input_tokens.count(input="And now?", **fields)
+    compacted = client.responses.compact(**fields, extra_body={"max_output_tokens": 8})
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.usage.output_tokens <= 8
+    parts = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
+    after = client.responses.create(model="tokenyard-demo", input=[*parts, *HELLO], max_output_tokens=4)
+    assert after.usage.output_tokens == 4
+    long = [{"role": role, "content": "word " * 60} for _ in range(40) for role in ("user", "assistant")]
+    fields = {"model": "tokenyard-demo", "input": [*long, *HELLO], "max_output_tokens": 4}
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.responses.create(**fields)
+    cut = client.responses.create(**fields, truncation="auto")
+    assert more.input_tokens < cut.usage.input_tokens

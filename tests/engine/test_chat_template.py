@@ -65,6 +65,35 @@ def test_a_template_that_fails_is_the_clients_error(source, words):
         render(source)
 
 
+ALTERNATING = (
+    """{% if messages[0].role in ("system", "developer") %}{% set rest = messages[1:] %}
+{%- else %}{% set rest = messages %}{% endif %}
+{%- for m in rest %}{% if (m.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("alternate") }}{% endif %}
+{%- endfor %}"""
+    + PLAIN
+)
+
+
+def test_a_template_that_refuses_gets_turns_that_alternate():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [
+        {"role": "system", "content": "top"},
+        {"role": "developer", "content": "rules"},
+        {"role": "user", "content": parts},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "system", "content": "late"},
+        {"role": "user", "content": "four"},
+    ]
+    turns = "[system]top\n\nrules[user]one\ntwo\n\nthree[assistant]yes[user]<system>\nlate\n</system>\n\nfour"
+    assert render(ALTERNATING, messages) == turns + ">"
+    assert render(ALTERNATING, messages[:5], continue_final_message=True, add_generation_prompt=False).endswith("yes")
+    # Templates that accept the messages get them as they are.
+    assert "[system]late[user]four" in render(PLAIN, messages)
+    with pytest.raises(InvalidRequestError, match="alternate"):
+        render(ALTERNATING, [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
+
+
 def test_a_missing_template_is_an_error():
     with pytest.raises(InvalidRequestError, match="no chat template"):
         ChatTemplate({}, {}).render(MESSAGES)

@@ -280,3 +280,60 @@ def test_truncation_auto_drops_the_oldest_turns(start):
     assert seen[0] == {"role": "system", "content": "lazy answer"}
     assert seen[1] == {"role": "user", "content": "world " * 4}
     assert seen[-1] == turns[-1]
+    # In the last turn the oldest calls go, with their results.
+    calls = [{"type": "function_call", "call_id": f"c{i}", "name": "now", "arguments": "{}"} for i in range(6)]
+    results = [{"type": "function_call_output", "call_id": f"c{i}", "output": "world " * 12} for i in range(6)]
+    steps = [item for pair in zip(calls, results, strict=True) for item in pair]
+    long = {"input": [*turns, *steps], "instructions": "lazy", "max_output_tokens": 2, "truncation": "auto"}
+    assert post(server, **long).json()["status"] == "incomplete"
+    seen = [call[1] for call in server.manager.calls][-1]
+    assert [message["role"] for message in seen] == ["system", "user", *["assistant", "tool"] * 5]
+    assert seen[1] == turns[-1]
+    assert seen[-1]["tool_call_id"] == "c5"
+
+
+def test_a_compacted_conversation_continues(start):
+    server = serve(start, "<think>what was it</think>the fox ran")
+    server.manager.context_length = 200
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "world"},
+        {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "the"},
+        {"role": "user", "content": [{"type": "input_text", "text": "quick"}]},
+    ]
+    fields = {"instructions": "lazy", "tools": [NOW]}
+    made = server.client.post("/v1/responses/compact", json={"model": "fake", "input": turns, **fields}).json()
+    asked = [call[1] for call in server.manager.calls][-1]
+    assert [message["role"] for message in asked] == ["system", "user", "assistant", "tool", "user", "user"]
+    assert "Summarize" in asked[-1]["content"]
+    assert made["object"] == "response.compaction"
+    assert made["usage"]["output_tokens"] > 0
+    *kept, item = made["output"]
+    assert [message["content"][0]["text"] for message in kept] == ["hello", "quick"]
+    assert item["type"] == "compaction"
+    post(server, input=[*made["output"], {"role": "user", "content": "brown"}], **fields)
+    seen = [call[1] for call in server.manager.calls][-1]
+    assert [message["role"] for message in seen] == ["system", *["user"] * 4]
+    assert seen[3]["content"].endswith("summary:\nthe fox ran")
+    # A stored response can be compacted too, and one that does not fit loses its oldest turns.
+    stored = post(server, input="world " * 30, max_output_tokens=2).json()
+    fields = {"previous_response_id": stored["id"], "max_output_tokens": 2}
+    again = server.client.post("/v1/responses/compact", json=fields).json()
+    assert [item["type"] for item in again["output"]] == ["message", "compaction"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": "hello", "stream": True}, "stream"),
+        ({"input": [{"type": "compaction", "encrypted_content": "gAAAAA"}]}, "input"),
+        ({"input": [{"type": "compaction", "encrypted_content": 7}]}, "input"),
+        ({"input": [{"type": "compaction"}]}, "input"),
+    ],
+)
+def test_what_cannot_be_compacted_is_a_400(start, body, param):
+    answer = serve(start).client.post("/v1/responses/compact", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

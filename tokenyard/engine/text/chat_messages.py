@@ -8,6 +8,7 @@ from jinja2 import Environment, nodes
 
 Message = dict[str, Any]
 
+SYSTEM_ROLES = ("system", "developer")
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -85,6 +86,36 @@ def normalize_messages(messages: list[Message], wants: TemplateFeatures) -> list
     return [_ready_message(message, wants) for message in messages]
 
 
+def alternating(messages: list[Message]) -> list[Message]:
+    """The messages as turns of user and assistant, which is all that many templates accept: text of the system within
+    the conversation becomes the user's, and messages of the user that follow each other become one.
+    """
+    turns: list[Message] = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role in SYSTEM_ROLES and turns:
+            if len(turns) == 1 and turns[0].get("role") in SYSTEM_ROLES:
+                turns[0] = {**turns[0], "content": _joined(turns[0].get("content"), content)}
+                continue
+            message = {"role": "user", "content": f"<system>\n{_text(content)}\n</system>"}
+        if message.get("role") == "user" and turns and turns[-1].get("role") == "user":
+            turns[-1] = {**turns[-1], "content": _joined(turns[-1].get("content"), message.get("content"))}
+        else:
+            turns.append(message)
+    return turns
+
+
+def _joined(first: Any, second: Any) -> str:
+    return f"{_text(first)}\n\n{_text(second)}"
+
+
+def _text(content: Any) -> str:
+    """Content as one text; parts are joined by line breaks."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if "text" in part)
+    return content or ""
+
+
 def _ready_message(message: Message, wants: TemplateFeatures) -> Message:
     ready = {name: value for name, value in message.items() if value is not None}
     if isinstance(ready.get("tool_calls"), list):
@@ -92,7 +123,7 @@ def _ready_message(message: Message, wants: TemplateFeatures) -> Message:
     if "content" not in ready:
         ready["content"] = None if wants.null_content and ready.get("tool_calls") else ""
     elif isinstance(ready["content"], list) and not wants.parts:
-        ready["content"] = "\n".join(part["text"] for part in ready["content"] if "text" in part)
+        ready["content"] = _text(ready["content"])
     reasoning = next((ready[name] for name in REASONING_NAMES if name in ready), None)
     return ready if reasoning is None else {"thinking": reasoning, **ready, "reasoning_content": reasoning}
 

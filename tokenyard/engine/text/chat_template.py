@@ -22,7 +22,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenyard.base import ConfigError, ContextLengthError, InvalidRequestError
-from tokenyard.engine.text.chat_messages import Message, TemplateFeatures, normalize_messages, template_features
+from tokenyard.engine.text.chat_messages import (
+    Message,
+    TemplateFeatures,
+    alternating,
+    normalize_messages,
+    template_features,
+)
 from tokenyard.engine.text.model_files import read_json
 from tokenyard.engine.text.tokenizer_files import special_tokens
 
@@ -115,21 +121,35 @@ class ChatTemplate:
         """Return the prompt. With tools the template named "tool_use" is taken if there is one.
 
         `continue_final_message` cuts the prompt right behind the last message's content, for the model to go on.
-        Content may be a string or a list of text parts.
+        Content may be a string or a list of text parts. A template that refuses the messages gets them as turns that
+        alternate.
         Raises InvalidRequestError if there is no template, or with the message of a template that refuses, and
         ContextLengthError once it has written more than `max_chars`.
         """
         if continue_final_message:
             messages = _marked(messages)
-        variables = {
-            "documents": None,
-            **(chat_template_kwargs or {}),
-            **self.special_tokens,
-            "messages": normalize_messages(messages, self._wants.get(self._choose(tools), TemplateFeatures())),
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        text = self.render_variables(variables, max_chars)
+        wants = self._wants.get(self._choose(tools), TemplateFeatures())
+
+        def rendered(messages: list[Message]) -> str:
+            variables = {
+                "documents": None,
+                **(chat_template_kwargs or {}),
+                **self.special_tokens,
+                "messages": normalize_messages(messages, wants),
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return self.render_variables(variables, max_chars)
+
+        try:
+            text = rendered(messages)
+        except ContextLengthError:
+            raise
+        except InvalidRequestError:
+            turns = alternating(messages)
+            if turns == messages:
+                raise
+            text = rendered(turns)
         return _cut_at_mark(text) if continue_final_message else text
 
     def _choose(self, tools: Any) -> str:

@@ -12,6 +12,7 @@ import orjson
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.base.sessions import split_user
+from tokenyard.engine.text.chat_messages import alternating
 from tokenyard.server.anthropic.client_tools import CLIENT_TOOLS
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import AddDetails, CompletionOutput, RequestContext, add_cached_tokens_details
@@ -100,8 +101,8 @@ def _chat(body: CountRequest) -> ChatRequest:
         raise InvalidRequestError(reason, param="mcp_servers", code="unsupported")
     conversation = _system(body.system)
     for place, message in enumerate(body.messages):
-        for turn in _converted(message, f"messages[{place}]"):
-            _add_turn(conversation, turn)
+        conversation += _converted(message, f"messages[{place}]")
+    conversation = alternating(conversation)
     chat = ChatRequest(messages=conversation, model=body.model)
     config = body.output_config or {}
     chat.response_format = _response_format(config.get("format") or body.output_format)
@@ -118,21 +119,6 @@ def _chat(body: CountRequest) -> ChatRequest:
     if kind is not None:
         chat.chat_template_kwargs = {"enable_thinking": kind != "disabled"}
     return chat
-
-
-def _add_turn(conversation: list[dict[str, Any]], turn: dict[str, Any]) -> None:
-    """Add a message. System text within the conversation becomes the user's, and messages of the user that follow each
-    other become one, as in Anthropic's API: many templates accept nothing but turns of user and assistant.
-    """
-    if turn["role"] == "system" and conversation:
-        if len(conversation) == 1 and conversation[0]["role"] == "system":
-            conversation[0] = {"role": "system", "content": f"{conversation[0]['content']}\n\n{turn['content']}"}
-            return
-        turn = {"role": "user", "content": f"<system>\n{turn['content']}\n</system>"}
-    if turn["role"] == "user" and conversation and conversation[-1]["role"] == "user":
-        conversation[-1] = {"role": "user", "content": f"{conversation[-1]['content']}\n\n{turn['content']}"}
-        return
-    conversation.append(turn)
 
 
 def _response_format(form: Any) -> dict[str, Any] | None:

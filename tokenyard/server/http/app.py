@@ -54,6 +54,7 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/messages/count_tokens": (messages.count_tokens, messages.CountRequest),
     "/v1/responses": (responses.responses, responses.ResponsesRequest),
     "/v1/responses/input_tokens": (responses.input_tokens, responses.ResponsesRequest),
+    "/v1/responses/compact": (responses.compact, responses.ResponsesRequest),
     "/api/chat": (ollama.chat, ollama.OllamaChat),
     "/api/generate": (ollama.generate, ollama.OllamaGenerate),
 }

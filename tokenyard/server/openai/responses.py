@@ -14,6 +14,14 @@ from tokenyard.base.response_ids import new_response_id
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import AddDetails, CompletionOutput, RequestContext, add_cached_tokens_details
 from tokenyard.server.openai.chat_output import reasoning_tokens
+from tokenyard.server.openai.compaction import (
+    ASK_FOR_SUMMARY,
+    MAX_SUMMARY_TOKENS,
+    SUMMARY_FOLLOWS,
+    compaction_item,
+    messages_of_user,
+    summary_of,
+)
 from tokenyard.server.openai.completions import prepare_chat, write_answer
 from tokenyard.server.openai.response_tools import ResponseTools, call_of, input_of, read_tools
 from tokenyard.server.parse.events import (
@@ -49,7 +57,7 @@ class ResponsesRequest(ContinuationFields):
     """`POST /v1/responses`."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: int | None = None
@@ -114,28 +122,68 @@ async def input_tokens(call: RequestContext) -> None:
     await call.reply.whole(orjson.dumps({"object": "response.input_tokens", "input_tokens": count}))
 
 
+async def compact(call: RequestContext) -> None:
+    """Compact a conversation: answer with its messages of the user and an item that holds the model's summary."""
+    check_chat_body(call)
+    body = await parse_body(call.body, ResponsesRequest)
+    if body.stream:
+        raise InvalidRequestError("a compaction is not streamed", param="stream")
+    items = _items(call, body)
+    chat = _chat(body, items, read_tools(body.tools))
+    chat.response_format = None
+    chat.tool_choice = "none" if chat.tools else None
+    if chat.max_completion_tokens is None:
+        chat.max_completion_tokens = min(MAX_SUMMARY_TOKENS, max(1, call.manager.context_length // 4))
+    await _truncate(call, chat, [{"role": "user", "content": ASK_FOR_SUMMARY}])
+    job = await prepare_chat(call, chat)
+    writer = ResponseWriter(
+        new_response_id(call.state.boot_id),
+        body,
+        ResponseTools(),
+        job.head["model"],
+        lambda made: None,
+        partial(add_cached_tokens_details, call),
+    )
+    await write_answer(call, job, writer)
+    response = writer.response
+    said = [item["content"][0]["text"] for item in response["output"] if item["type"] == "message"]
+    output = [*messages_of_user(items), compaction_item("".join(said).strip())]
+    answer = {name: response[name] for name in ("id", "created_at", "usage")}
+    await call.reply.whole(orjson.dumps({**answer, "object": "response.compaction", "output": output}))
+
+
 async def _count(call: RequestContext, chat: ChatRequest) -> int:
     text = await chat_prompt(call.manager, chat, call.state.style)
     return len(await call.manager.tokenize(text, False, allow_too_long=True))
 
 
-async def _truncate(call: RequestContext, chat: ChatRequest) -> None:
-    """Drop the oldest turns of a conversation until it fits (`truncation: auto`). Its first message, if of the system,
-    and its last turn stay.
+async def _truncate(call: RequestContext, chat: ChatRequest, asked: Sequence[Item] = ()) -> None:
+    """Drop the oldest turns of a conversation until it fits, with the messages `asked` at its end. Its first message,
+    if of the system, and its last turn stay; of that turn, the oldest calls go next, with their results.
     """
-    head = [message for message in chat.messages[:1] if message["role"] == "system"]
-    starts = [place for place, message in enumerate(chat.messages) if message["role"] == "user"]
+    whole = chat.messages
+    head = [message for message in whole[:1] if message["role"] == "system"]
+    users = [place for place, message in enumerate(whole) if message["role"] == "user"]
+    last = users[-1:]
+    answers = [place for place, message in enumerate(whole) if message["role"] == "assistant" and [place] > last]
+    turn = head + [whole[user] for user in last]
+    cuts = [(head, place) for place in users[1:]] + [(turn, place) for place in answers[1:]]
     room = call.manager.context_length - (chat.max_completion_tokens or 1)
-    whole, few, most = chat.messages, 0, len(starts) - 1
+
+    def cut(number: int) -> list[Item]:
+        kept, place = cuts[number - 1] if number else ([], 0)
+        return [*kept, *whole[place:], *asked]
+
+    few, most = 0, len(cuts)
     while few < most:
         middle = (few + most) // 2
-        chat.messages = head + whole[starts[middle] :] if middle else whole
+        chat.messages = cut(middle)
         try:
             fits = await _count(call, chat) <= room
         except ContextLengthError:
             fits = False
         few, most = (few, middle) if fits else (middle + 1, most)
-    chat.messages = head + whole[starts[few] :] if few > 0 else whole
+    chat.messages = cut(few)
 
 
 def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
@@ -143,7 +191,10 @@ def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
 
     Raises HttpError if the previous response does not exist, and ContextLengthError if the input is too long.
     """
-    own = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if body.input is None and not body.previous_response_id:
+        raise InvalidRequestError("input is missing", param="input")
+    given = body.input or []
+    own = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
     if not body.previous_response_id:
         return own
     before = call.state.responses.previous(body.previous_response_id, call.tenant)
@@ -201,6 +252,8 @@ def _add_item(conversation: list[dict[str, Any]], item: Item, where: str) -> Non
         case "function_call_output" | "custom_tool_call_output":
             text = _content(item.get("output"), where)
             conversation.append({"role": "tool", "tool_call_id": item.get("call_id", ""), "content": text})
+        case "compaction":
+            conversation.append({"role": "user", "content": f"{SUMMARY_FOLLOWS}\n{summary_of(item, where)}"})
         case kind:
             raise InvalidRequestError(f"{where}: items of type {kind!r} are not supported here", param="input")
 
