@@ -17,7 +17,7 @@ RUN /venv/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-inde
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY tokenyard ./tokenyard
-RUN /venv/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt '.[torch]'
+RUN /venv/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt '.[torch,gateway]'
 
 FROM python:3.12-slim
 # Triton compiles a small launcher at the first use of a GPU, so the image for CUDA needs a C compiler.

@@ -20,7 +20,6 @@ from tokenyard.server.metrics import table
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 # Debian's packages golang-go, golang-github-masterminds-sprig-dev and golang-gopkg-yaml.v3-dev.
 GOCODE = Path("/usr/share/gocode")
 SPRIG = GOCODE / "src/github.com/Masterminds/sprig"
@@ -42,6 +41,7 @@ VARIANTS = {
         "router": {"args": ["--policy=least_load"], "serviceType": "LoadBalancer"},
     },
     "clients": {"networkPolicy": {"clients": {"app": "chat"}}},
+    "gateway": {"inferencePool": {"enabled": True}, "networkPolicy": {"clients": {"app": "gateway"}}},
 }
 METRIC = re.compile(r"\btokenyard_\w+")
 
@@ -79,8 +79,7 @@ def containers():
 
 
 def test_the_manifests_are_what_the_chart_renders():
-    there = {path.name: path.read_text() for path in MANIFESTS if path.name != "inferencepool.yaml"}
-    assert there == manifests()
+    assert {path.name: path.read_text() for path in (DEPLOY / "kubernetes").iterdir()} == manifests()
 
 
 def test_the_charts_rules_are_those_of_prometheus():
@@ -107,6 +106,10 @@ def test_the_schema_knows_every_value_and_no_other():
     [
         ({"disaggregation": {"enabled": True}}, "needs engine.gpus: 0"),
         ({"kvStore": {"enabled": True}, "engine": {"machines": 2}}, "needs engine.machines: 1"),
+        (
+            {"inferencePool": {"enabled": True}, "disaggregation": {"enabled": True}, "engine": {"gpus": 0}},
+            "needs disaggregation.enabled: false",
+        ),
         ({"autoscaling": {"minReplicas": 9, "maxReplicas": 3}}, "minReplicas"),
     ],
 )
@@ -135,6 +138,12 @@ def test_the_parts_of_a_release_find_each_other(variant):
             among = {rule["key"]: rule["values"] for rule in chosen.get("matchExpressions", [])}
             matching = [have for have in labels if wanted.items() <= have.items()]
             assert any(all(have.get(key) in values for key, values in among.items()) for have in matching), one
+        if one["kind"] == "InferencePool":
+            picker = spec["endpointPickerRef"]
+            (service,) = (
+                two for two in objects if (two["kind"], two["metadata"]["name"]) == ("Service", picker["name"])
+            )
+            assert picker["port"]["number"] in [port["port"] for port in service["spec"]["ports"]]
         if one["kind"] == "ScaledObject":
             target = spec["scaleTargetRef"]
             assert (target.get("kind", "Deployment"), target["name"]) in names

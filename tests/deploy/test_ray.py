@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "on_a_cluster.py"
 
 def serve_configs():
     yield yaml.safe_load((DEPLOY / "ray/serve.yaml").read_text())
-    (service,) = documents(DEPLOY / "ray/rayservice.yaml")
+    (service,) = documents((DEPLOY / "ray/rayservice.yaml").read_text())
     yield yaml.safe_load(service["spec"]["serveConfigV2"])
 
 
@@ -34,7 +34,7 @@ def test_the_engines_of_serves_files_have_flags_that_exist(config):
 
 
 def test_the_router_next_to_the_head_reads_what_the_feed_writes():
-    (service,) = documents(DEPLOY / "ray/rayservice.yaml")
+    (service,) = documents((DEPLOY / "ray/rayservice.yaml").read_text())
     pod = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     feed, router = ({c["name"]: c for c in pod["containers"]}[name] for name in ("addresses", "router"))
     given = build_parser("route").parse_strictly(["route", *router["args"]])

@@ -14,7 +14,10 @@ OWN_ENVIRONMENTS = ("tests/clients/check_", "tests/e2e/check_pages.py", "benchma
 """Programs that run in an environment of another project."""
 
 DISTRIBUTIONS = {
+    "envoy": "xds-protos",
     "flashinfer": "flashinfer-python",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
     "opentelemetry": "opentelemetry-sdk",
     "yaml": "pyyaml",
     "zmq": "pyzmq",

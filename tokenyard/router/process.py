@@ -12,6 +12,7 @@ import ssl
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tokenyard.base import ConfigError
 from tokenyard.router.discovery import Discovery, sources
@@ -96,6 +97,7 @@ async def run(
             router.add_worker(url, "static", role)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     server = await loop.create_server(router.new_connection, sock=listener, ssl=context)
+    picker = await _start_picker(router) if settings.endpoint_picker_port else None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     tasks = [loop.create_task(_sweep(router))]
@@ -114,12 +116,23 @@ async def run(
         await _drain(router, stop)
     finally:
         server.close()
+        if picker is not None:
+            await picker.stop(None)
         for task in tasks:
             task.cancel()
         await router.health.close()
         for connection in list(router.connections):
             connection.transport.abort()
         router.workers.close()
+
+
+async def _start_picker(router: Router) -> Any:
+    try:
+        from tokenyard.router.endpoint_picker import start_picker
+    except ImportError as error:
+        what = f"--endpoint-picker-port needs gRPC ({error}): pip install 'tokenyard[gateway]'"
+        raise ConfigError(what) from None
+    return await start_picker(router)
 
 
 async def _sweep(router: Router) -> None:

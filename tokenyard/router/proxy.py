@@ -82,15 +82,11 @@ class Router(DispatchDriver):
 
     def handle(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer a request of the router's own, or start an exchange with a worker, which is returned."""
-        request.request_id = self._request_id(request)
+        request.request_id = self.request_id(request)
         own = self._control.takes(request)
         try:
             if own:
                 return self._control.answer(front, request)
-            proxied = request.path in DATA_PATHS or request.path.startswith(DATA_PREFIXES)
-            if not proxied or _DOT_SEGMENT.search(request.path):
-                what = f"there is nothing at this path: {request.method.decode()} {request.path}"
-                raise RouterError(404, what, code="not_found")
             return self._data(front, request)
         except TokenyardError as refusal:
             # What the router's own paths refuse is no error of a request for a model.
@@ -106,6 +102,21 @@ class Router(DispatchDriver):
 
     def _data(self, front: ClientConnection, request: ClientRequest) -> Exchange:
         """Start an exchange with a worker. Raises TokenyardError for a request that the router refuses."""
+        parsed, key = self.admitted(request)
+        kind = DisaggExchange if self.workers.has_disagg_workers and request.path in DISAGG_PATHS else Exchange
+        exchange = kind(self, self._passing, front, request, parsed)
+        exchange.key = key
+        self.arrived(exchange)
+        return exchange
+
+    def admitted(self, request: ClientRequest) -> tuple[ParsedRequest, KeyUsage | None]:
+        """What the router reads of a request for the workers, and the limits that it counts against, None without a
+        tenant's key. Raises TokenyardError for a request that the router refuses.
+        """
+        proxied = request.path in DATA_PATHS or request.path.startswith(DATA_PREFIXES)
+        if not proxied or _DOT_SEGMENT.search(request.path):
+            what = f"there is nothing at this path: {request.method.decode()} {request.path}"
+            raise RouterError(404, what, code="not_found")
         admin, key = is_admin_path(request.path), None
         if self.keys is not None and not admin:
             key = tenant_key(request, self.settings, self.keys, time.time())
@@ -126,11 +137,7 @@ class Router(DispatchDriver):
                 raise RouterError(400, f"no worker has the rank {rank}", code="unknown_rank")
         if key is not None:
             self._admit(request, parsed, key)
-        kind = DisaggExchange if self.workers.has_disagg_workers and request.path in DISAGG_PATHS else Exchange
-        exchange = kind(self, self._passing, front, request, parsed)
-        exchange.key = key
-        self.arrived(exchange)
-        return exchange
+        return parsed, key
 
     def _parsed(self, request: ClientRequest) -> ParsedRequest:
         if request.method != b"POST":
@@ -204,7 +211,8 @@ class Router(DispatchDriver):
                 508, "routing loop: a worker of this router is a router that sends requests back", code="loop"
             )
 
-    def _request_id(self, request: ClientRequest) -> bytes:
+    def request_id(self, request: ClientRequest) -> bytes:
+        """The id that the client gave a request in x-request-id, else a new one."""
         given = request.get(b"x-request-id")
         if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.decode().isprintable():
             return given

@@ -301,16 +301,11 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
 
     def _learn(self, tail: bytes, sent: DispatchedRequest) -> None:
         """Learn the prompt's length and cached tokens from the end of the response to `sent`."""
-        cached, prompt = _last_number(_CACHED, tail), _last_number(_PROMPT, tail)
-        self._usage = prompt, cached, self._output_tokens(tail)
+        prompt, cached, output = usage_at_end(tail)
+        if output is None and self._resumed is not None and self._follows:
+            output = self._resumed.token_count
+        self._usage = prompt, cached, output
         self._router.learn(self.parsed, sent, prompt, cached)
-
-    def _output_tokens(self, tail: bytes) -> int | None:
-        """The tokens of the answer, as its end reports them, or as a stream that can be continued shows them."""
-        counted = _last_number(_OUTPUT, tail)
-        if counted is None and self._resumed is not None and self._follows:
-            return self._resumed.token_count
-        return counted
 
     @override
     def tokens_used(self) -> tuple[int, int, int]:
@@ -449,6 +444,11 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
             if not self._started or (continuation is not None and continuation.can_resume(worker.context_length)):
                 return settings.health_check_timeout_secs
         return most_s or math.inf
+
+
+def usage_at_end(tail: bytes) -> tuple[int | None, int | None, int | None]:
+    """Tokens of prompt, cached prompt and answer, as the end of a response reports them; None where it does not."""
+    return _last_number(_PROMPT, tail), _last_number(_CACHED, tail), _last_number(_OUTPUT, tail)
 
 
 def _last_number(pattern: re.Pattern[bytes], data: bytes) -> int | None:

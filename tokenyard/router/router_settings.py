@@ -62,6 +62,12 @@ class RouterSettings:
     host: str = setting("127.0.0.1", "listening", "address to listen on")
     port: int = setting(30000, "listening", "port to listen on; 0 for a free port", NumberRange(0, 65535))
     processes: int = setting(1, "listening", "processes that share the port", NumberRange(1, 64))
+    endpoint_picker_port: int = setting(
+        0,
+        "listening",
+        "port of the endpoint picker for a Kubernetes gateway (gRPC, ext_proc); 0: none",
+        NumberRange(0, 65535),
+    )
     tls_cert_path: str = setting("", "listening", "TLS certificate file")
     tls_key_path: str = setting("", "listening", "TLS key file")
     ca_cert_path: str = setting("", "listening", "CA certificates for https workers [the system's]")
@@ -187,6 +193,10 @@ class RouterSettings:
                 (
                     not self.keys_file or bool(self.admin_api_key),
                     "--keys-file needs --admin-api-key, or every tenant could control the engines",
+                ),
+                (
+                    not self.endpoint_picker_port or self.processes == 1,
+                    "--endpoint-picker-port needs --processes 1",
                 ),
                 (
                     not self.kv_events or bool(self.tokenizer),

@@ -61,6 +61,8 @@ class RequestFacts:
     """Requests of one session go to one target."""
     engine: str = ""
     """The engine with the stored response that it asks for, by the beginning of its boot id; "" for any."""
+    among: frozenset[str] | None = None
+    """host:port of the workers that a gateway allows for it; None for any."""
     deadline_ns: int | None = None
     """The client's deadline, from the arrival on; None for none."""
     rank: int | None = None
@@ -379,6 +381,8 @@ class Dispatcher(Generic[W, R]):
         found = self.workers.eligible(facts.model, facts.decode_rank if request.disagg else facts.rank, now)
         if facts.engine and (holder := self.workers.booted_as(facts.engine)) is not None:
             found = [target for target in found if target.worker is holder]
+        if facts.among is not None:
+            found = [target for target in found if target.worker.address.partition("//")[2] in facts.among]
         if request.resume_way:
             return [target for target in found if target.worker.continues == request.resume_way]
         if request.disagg and not self._partners(request, now):

@@ -188,3 +188,14 @@ spec:
   selector:
     matchLabels: {app: {{ .app }}}
 {{- end -}}
+
+{{- /* Who may send requests, as a source of a network policy. */ -}}
+{{- define "tokenyard.fromClients" -}}
+- from:
+    - namespaceSelector: {}
+      {{- with .Values.networkPolicy.clients }}
+      podSelector:
+        matchLabels:
+          {{- toYaml . | nindent 10 }}
+      {{- end }}
+{{- end -}}
