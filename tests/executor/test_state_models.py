@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.executor.crowded_yard import check_greedy_answers, yard_of
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, STATE_CASES, greedy, logits, prompt_of
-from tokenyard.base import ConfigError, LogprobOptions
+from tokenyard.base import ConfigError, LogprobOptions, SamplingParams
 from tokenyard.executor.layers.delta_net import delta_chunks, delta_step
 from tokenyard.executor.layers.mamba2 import ssm_chunks, ssm_step
 from tokenyard.executor.layers.recurrent import causal_conv
@@ -67,6 +68,75 @@ def test_checkpoints_in_pages_of_the_kv_pool(folder, depth):
     assert yard.finished[again].cached_tokens == 68
     assert yard.tokens[again] == yard.tokens[number]
     assert yard.scheduler.idle() is None
+
+
+def predicted(case, prompt, tokens):
+    """What a client may expect of an answer: the answer, with every fourth token wrong."""
+    ids = np.array(greedy(case, prompt, tokens), np.int32)
+    ids[3::4] = 3
+    return ids
+
+
+def answers(yard, case, prompts, depth, tokens=20):
+    """Prompts with a next turn of the last one behind them, and the answers; the turn hits what the answer left."""
+
+    def submit(prompt):
+        return yard.submit(prompt, max_new=tokens, prediction=predicted(case, prompt, tokens))
+
+    numbers = [submit(prompt) for prompt in prompts]
+    yard.run(depth)
+    yard.check()
+    turn = prompts[-1] + yard.tokens[numbers[-1]] + prompts[1][:9]
+    numbers.append(submit(turn))
+    yard.run(depth)
+    assert yard.finished[numbers[-1]].cached_tokens > len(prompts[-1])
+    assert yard.scheduler.idle() is None
+    return [*prompts, turn], [yard.tokens[number] for number in numbers]
+
+
+DRAFTING = [
+    ("qwen3.5", 1, {}),
+    ("qwen3.5", 2, {"mamba_shared_memory": True, "max_total_tokens": 300}),
+    ("granite-hybrid", 2, {}),
+    ("lfm2", 1, {"mamba_shared_memory": True, "page_size": 1}),
+]
+
+
+@pytest.mark.parametrize(("case", "depth", "options"), DRAFTING)
+def test_refused_drafts_leave_the_state(folder, case, depth, options):
+    """Checkpoints every eight tokens, so that drafts often end where one is saved."""
+    yard = yard_of(load(folder, case, draft_tokens=5, **options), max_in_flight=depth)
+    prompts = [prompt_of(26 + index, seed=index) for index in range(6)]
+    for prompt, found in zip(*answers(yard, case, prompts, depth), strict=True):
+        assert found == greedy(case, prompt, 20)
+    counters = yard.scheduler.snapshot(0).counters
+    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
+
+
+def test_sampled_answers_are_those_without_drafts(folder):
+    def run(**options):
+        yard = yard_of(load(folder, "qwen3.5", max_total_tokens=600, **options), max_in_flight=2)
+        for index in range(5):
+            prompt = prompt_of(22 + index, seed=index)
+            sampling = SamplingParams(max_new_tokens=20, temperature=0.2 + 0.3 * index, top_p=0.9, seed=index)
+            yard.submit(prompt, sampling=sampling, prediction=predicted("qwen3.5", prompt, 20))
+        yard.run(2)
+        return yard.tokens, yard.scheduler.snapshot(0).counters
+
+    (plain, _), (drafting, counters) = run(), run(draft_tokens=4)
+    assert plain == drafting
+    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
+
+
+def test_a_draft_model_whose_layers_all_attend(folder):
+    yard = yard_of(load(folder, "qwen3.5", draft_tokens=3, draft_model=folder("llama"), context_length=256))
+    yard.executor.drafter.clock = lambda: 0.0
+    prompts = [prompt_of(20 + index, seed=index) for index in range(3)]
+    for prompt, found in zip(*answers(yard, "qwen3.5", prompts, 1, tokens=12), strict=True):
+        assert found == greedy("qwen3.5", prompt, 12)
+    assert yard.scheduler.snapshot(0).counters.draft_tokens
+    with pytest.raises(ConfigError, match="has recurrent states"):
+        load(folder, "llama", draft_tokens=3, draft_model=folder("qwen3.5"))
 
 
 def test_log_probabilities_of_prompt_and_answer(folder):
@@ -145,7 +215,6 @@ def test_the_scan_of_mamba_2_in_chunks_is_that_of_single_tokens():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"draft_tokens": 3}, "do not support speculation"),
         ({"model_impl": "native"}, "does not compute recurrent states .gated delta nets"),
         ({"quantization": "int8"}, "needs a native model"),
         ({"deterministic": True}, "needs a native model"),

@@ -52,7 +52,7 @@ REFUSED = (
     {"torch", "int8"},
 )
 """What does not go together, and is refused with the reason."""
-WITHOUT_STATES = {"NGRAM", "STANDALONE", "prefill engine", "disk", "deterministic", "int8"}
+WITHOUT_STATES = {"STANDALONE", "prefill engine", "disk", "deterministic", "int8"}
 """What layers with a recurrent state do not support."""
 
 DIAGONAL = {

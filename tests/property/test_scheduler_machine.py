@@ -59,6 +59,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Settings that concern these groups."""
         return {}
 
+    def device(self, data):
+        """What the mock device does besides."""
+        return {}
+
     def groups(self, data, tokens, page_size):
         """The layers with a window, which have their own pool, and those with a recurrent state."""
         return {}
@@ -101,7 +105,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             **self.group_settings(data),
         )
         info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT, **self.groups(data, tokens, page_size))
-        executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=(3, 20), check_kv=self.check_kv)
+        device = {"answer_tokens": (3, 20), "check_kv": self.check_kv, **self.device(data)}
+        executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, **device)
         self.yard = Yard(self.settings, info, executor=executor)
         self.requests: dict[int, tuple[tuple[int, ...], int]] = {}
         self.known: dict[tuple[tuple[int, ...], int], int] = {}
@@ -280,6 +285,9 @@ class StatesMachine(SchedulerMachine):
         most = data.draw(st.sampled_from([1, 3, -1]))
         policy = data.draw(st.sampled_from(STATE_RETENTIONS))
         return {"mamba_retention_policy": policy, "mamba_max_states_per_path": most}
+
+    def device(self, data):
+        return {"drafts": data.draw(st.sampled_from([0, 0, 3])), "draft_right": 0.6}
 
 
 StatesMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(60))

@@ -168,10 +168,10 @@ def _add_windows(draw: random.Random, program: Program) -> None:
 
 
 def _add_states(draw: random.Random, program: Program) -> None:
-    """In one program of five without windows, drafts and KV from elsewhere, some layers have a recurrent state."""
+    """In one program of five without windows and KV from elsewhere, some layers have a recurrent state."""
     moves = any({"awaits_kv", "handover"} & job.fields.keys() for job in program.jobs)
     stored = program.settings.get("enable_hierarchical_cache")
-    if program.windows is not None or program.drafts or moves or stored or draw.random() < 0.8:
+    if program.windows is not None or moves or stored or draw.random() < 0.8:
         return
     program.states = StateGroup(draw.choice((0, 1, 4, 40)), track_interval=draw.choice((1, 5, 16)))
     program.settings["mamba_retention_policy"] = draw.choice(("worth", "worth", "last", "per-path"))

@@ -122,8 +122,11 @@ class _States:
             kv.fill(own, self._marks[slot] ^ _IN_PAGES)
 
     def compute(self, plan: StepPlan, rows: dict[int, _Row]) -> None:
-        """Each row continues from its own state; its saves hold the state in between."""
-        ends = (plan.starts + plan.counts).tolist()
+        """Each row continues from its own state; its saves hold the state in between. Drafts are not in it yet."""
+        ends = plan.starts + plan.counts
+        verified = slice(plan.decode_rows, plan.chunks_from)
+        ends[verified] = plan.starts[verified] + 1
+        ends = ends.tolist()
         spans = dict(zip(plan.pool_rows.tolist(), zip(plan.starts.tolist(), ends, strict=True), strict=True))
         for pool_row, (start, _) in spans.items():
             if start and self._marks[pool_row] != rows[pool_row].marks[start - 1]:
@@ -140,6 +143,10 @@ class _States:
             self._marks[slot] = rows[pool_row].marks[position - 1]
         for pool_row, (_, end) in spans.items():
             self._marks[pool_row] = rows[pool_row].marks[end - 1]
+
+    def confirm(self, pool_row: int, mark: np.uint64) -> None:
+        """Take the drafts into a row's state that were right; `mark` is that of the last of them."""
+        self._marks[pool_row] = mark
 
 
 class KvCheck:
@@ -207,6 +214,8 @@ class KvCheck:
                 )
             for token in tokens[ends[i] - accepted[i] : ends[i]].tolist():
                 row.append(token)
+            if self._states is not None and plan.decode_rows <= i < plan.chunks_from:
+                self._states.confirm(int(plan.pool_rows[i]), row.marks[plan.starts[i] + accepted[i] - 1])
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Return where the marks of pages lie: one piece for each page."""

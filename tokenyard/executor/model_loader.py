@@ -278,14 +278,11 @@ def _check_room(folder: Path, dtype: torch.dtype, choice: BackendChoice, given: 
 
 def refuse_unsupported(config: ModelConfig, given: LoadOptions, part: ModelPartition | None) -> None:
     """Raise ConfigError for what does not work with the layers of some families."""
-    drafts = config.recurrent is not None and given.draft_tokens
-    reasons = {
-        "speculation: a refused draft would have to be taken out of the state; start without it": drafts,
-        "--tp-size, --pp-size and --enable-dp-attention; start without them": part is not None,
-    }
-    for reason, wanted in reasons.items():
-        if config.special_layers and wanted:
-            raise ConfigError(f"models with {config.special_layers} do not support {reason}")
+    if part is not None and config.special_layers:
+        raise ConfigError(
+            f"models with {config.special_layers} do not support --tp-size, --pp-size and --enable-dp-attention; start"
+            " without them"
+        )
     if given.lora_slots and (config.latent is not None or config.kv_sources):
         raise ConfigError(
             f"models with {config.special_layers} do not support LoRA adapters; start without --enable-lora"
@@ -488,7 +485,7 @@ def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_l
     draft_folder = resolve_model_path(draft_model)
     found = read_folder_config(draft_folder)
     if found.recurrent is not None:
-        raise ConfigError(f"the draft model {draft_model} has recurrent states, from which drafts cannot be taken back")
+        raise ConfigError(f"the draft model {draft_model} has recurrent states; choose one whose layers all attend")
     if found.vocab_size != config.vocab_size:
         raise ConfigError(
             f"the draft model {draft_model} has {found.vocab_size} tokens, and the model {config.vocab_size}; a draft "

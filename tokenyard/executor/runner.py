@@ -40,7 +40,7 @@ from tokenyard.executor.sampling.logprobs import (
 )
 from tokenyard.executor.sampling.sampler import Sampler
 from tokenyard.executor.sampling.top_k_top_p import SamplingBackend, mark_nan, unmark_nan
-from tokenyard.executor.state_pool import StatePool
+from tokenyard.executor.state_pool import StateBatch, StatePool
 from tokenyard.executor.weight_updates import WeightUpdates
 
 
@@ -54,6 +54,7 @@ class Ticket:
     tokens: int64[samples], copied to the host; None until the step is sampled.
     pieces: log-probabilities.
     vectors: pooled vectors of prompts, by place in the plan.
+    states: recurrent states, of which drafts may yet be taken out.
     """
 
     plan: StepPlan
@@ -62,6 +63,7 @@ class Ticket:
     tokens: torch.Tensor | None = None
     pieces: list[LogprobPiece] = field(default_factory=list)
     vectors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    states: StateBatch | None = None
 
 
 class ModelExecutor:
@@ -182,7 +184,7 @@ class ModelExecutor:
             rows = np.repeat(np.arange(len(plan.pool_rows)), samples_of(plan))[nan_samples]
             result.nan_rows = tuple(np.unique(rows).tolist())
         if self.drafter is not None and accepted is not None:
-            self._confirm(plan, tokens, accepted)
+            self._confirm(ticket, tokens, accepted)
             drafts = self.drafter.draft(plan, tokens, accepted, self.grammar_rows.drafts, seconds)
             result.drafted, result.chances = drafts
         return result
@@ -285,7 +287,7 @@ class ModelExecutor:
         batch = build_batch(plan, self.pages)
         batch.token_ids = self._inputs(plan, batch)
         if self._states is not None:
-            batch.states = self._states.prepare(plan)
+            batch.states = ticket.states = self._states.prepare(plan)
         if self._adapters is not None:
             self._adapters.begin(plan)
         logits = self.model.step(batch)
@@ -325,9 +327,12 @@ class ModelExecutor:
         return tokens
 
     @torch.inference_mode()
-    def _confirm(self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array) -> None:
+    def _confirm(self, ticket: Ticket, tokens: Int32Array, accepted: Int32Array) -> None:
         """Keep what a row's next step reads: its last sample is not its last token if a draft before it was refused."""
+        plan = ticket.plan
         if plan.verify_rows:
+            if self._states is not None and ticket.states is not None:
+                self._states.confirm(ticket.states, plan, accepted)
             rows = slice(plan.decode_rows, plan.chunks_from)
             last = np.cumsum(accepted)[rows] - 1
             columns = upload((plan.pool_rows[rows], tokens[last]), self._device)

@@ -1,7 +1,8 @@
 """The memory of recurrent states, and which of them a step reads and writes."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +20,8 @@ class StateRun:
     """Tokens of one row, `first` to `end` of the batch, computed in one go.
 
     slot: the row's working state, which they continue unless `fresh`, as a row's first tokens do.
-    targets: slots of the state after them, the working one among them.
+    targets: slots of the state after them, the working one among them; none for tokens that end in drafts, of which
+        some may be refused.
     """
 
     first: int
@@ -29,6 +31,10 @@ class StateRun:
     targets: tuple[int, ...]
 
 
+Replay = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""From a number of leading tokens of a run to the states of one layer after them, as `StatePool.layer` has them."""
+
+
 @dataclass(slots=True)
 class StateBatch:
     """The states of one forward pass.
@@ -36,12 +42,14 @@ class StateBatch:
     decode_slots: int64[decode_rows], the working slot of each row that decodes.
     decode_saves: of these rows, which ones are saved, and the slots, both int64; None for none.
     runs: those of the other rows.
+    unverified: for each run that ends in drafts, by its first token, how each layer computes its states again.
     """
 
     pool: "StatePool"
     decode_slots: torch.Tensor
     decode_saves: tuple[torch.Tensor, torch.Tensor] | None
     runs: list[StateRun]
+    unverified: dict[int, list[Replay]] = field(default_factory=dict)
 
 
 class PagedCheckpoints:
@@ -145,6 +153,24 @@ class StatePool:
                 parts = [states[:, slot].flatten().view(torch.uint8) for states in (self.conv, self.recurrent)]
                 self._paged.write(pages, torch.cat(parts))
 
+    def confirm(self, batch: StateBatch, plan: StepPlan, accepted: Int32Array) -> None:
+        """Advance the states of rows that verified drafts: by their inputs that count, whose states are computed again.
+
+        batch: what `prepare` returned for the plan. accepted: int32[n], the samples that each row of the plan keeps.
+        """
+        ends = np.cumsum(plan.counts)
+        kept = {int(ends[row] - plan.counts[row]): int(accepted[row]) for row in range(len(ends))}
+        firsts = np.array(list(kept))
+        for run in batch.runs:
+            if run.first not in batch.unverified:
+                continue
+            # The tokens of the row before this run were certain.
+            first = int(firsts[firsts <= run.first][-1])
+            count = kept[first] - (run.first - first)
+            if count > 0:
+                for layer, replay in enumerate(batch.unverified[run.first]):
+                    self.conv[layer, run.slot], self.recurrent[layer, run.slot] = replay(count)
+
     def _set(self, slot: int, content: torch.Tensor) -> None:
         """Set the states in a slot from the bytes that `keep` made of one."""
         for states in (self.conv, self.recurrent):
@@ -163,12 +189,17 @@ def state_bytes(config: RecurrentConfig, dtype: torch.dtype) -> int:
 
 def _runs(plan: StepPlan, saves: dict[int, list[tuple[int, int]]]) -> list[StateRun]:
     """Cut the tokens of each row that does not decode where its state is saved."""
-    columns = (plan.pool_rows[plan.decode_rows :], plan.starts[plan.decode_rows :], plan.counts[plan.decode_rows :])
+    verifies = np.arange(len(plan.pool_rows)) < plan.chunks_from
+    columns = (plan.pool_rows, plan.starts, plan.counts, verifies)
     runs, first = [], plan.decode_rows
-    for pool_row, start, count in zip(*(column.tolist() for column in columns), strict=True):
+    for pool_row, start, count, verifies in zip(
+        *(column[plan.decode_rows :].tolist() for column in columns), strict=True
+    ):
         own = saves.get(pool_row, ())
-        for begin, end in pairwise(sorted({start, start + count, *(position for position, _ in own)})):
-            targets = (pool_row, *(slot for position, slot in own if position == end))
+        cuts = sorted({start, start + count, *(position for position, _ in own)})
+        for begin, end in pairwise(cuts):
+            unverified = verifies and end == cuts[-1]
+            targets = () if unverified else (pool_row, *(slot for position, slot in own if position == end))
             runs.append(StateRun(first, first + end - begin, pool_row, begin == 0, targets))
             first += end - begin
     return runs

@@ -149,7 +149,7 @@ class Planner:
         self._state.charge_decode(rows)
 
     def _track_states(self, builder: PlanBuilder, rows: Int32Array, ends: Int32Array) -> None:
-        """Save the recurrent states of `rows`, which decode up to `ends` (int32[n]), at every interval of tokens."""
+        """Save the recurrent states of `rows` after their last known tokens, at every interval. ends: int32[n]."""
         memory, states, table = self._state.memory, self._state.memory.states, self._state.table
         assert states is not None
         due = ends % states.interval == 0
@@ -179,7 +179,12 @@ class Planner:
         Without a cost model, as many as they have.
         """
         table, cost = self._state.table, self._state.cost
-        most: Int32Array = np.maximum(np.minimum(table.drafts[rows], table.limit[rows] - starts - 1), 0)
+        most: Int32Array = np.minimum(table.drafts[rows], table.limit[rows] - starts - 1)
+        states = self._state.memory.states
+        if states is not None and self._state.memory.tree.enabled:
+            # The state at the end of an interval is saved, so it must not be one after drafts.
+            most = np.minimum(most, states.interval - 1 - (starts + 1) % states.interval)
+        most = np.maximum(most, 0)
         if cost is None or not most.any():
             return most
         chunks = StepWork()
@@ -209,6 +214,8 @@ class Planner:
         self._state.verify(rows, ends, drafts)
         builder.decode(rows[~verify], starts[~verify])
         builder.verify(rows[verify], starts[verify], drafts[verify])
+        if memory.states is not None and memory.tree.enabled:
+            self._track_states(builder, rows, starts + 1)
         self._state.charge_decode(rows)
         return True
 

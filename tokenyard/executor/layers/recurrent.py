@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.state_pool import Replay
 
 Advance = Callable[[torch.Tensor, slice, torch.Tensor], torch.Tensor]
 """(convolved [rows, channels], tokens of the batch, states [rows, ...]) -> [rows, ...]; changes the states in place."""
@@ -25,7 +26,8 @@ def recur(
 
     index: the layer's number among those with a state. weights: float32[kernel, channels], the oldest token first, and
     bias float32[channels] or None, of the convolution. advance: computes a token of several rows that decode. run:
-    computes tokens of one row. Both continue the rows' states in the batch's pool, which are written back.
+    computes tokens of one row. Both continue the rows' states in the batch's pool, which are written back, except
+    after drafts: how many of them count shows later.
     """
     states = batch.states
     assert states is not None, "a batch of this model needs the states of its rows"
@@ -48,9 +50,33 @@ def recur(
         window = torch.cat((last, mixed[tokens]))
         outputs, state = run(causal_conv(window.float(), weights, bias), tokens, state)
         found.append(outputs)
+        if not own.targets:
+            replay = _replay(window, weights, bias, run, own.first, recurrent[own.slot], state)
+            states.unverified.setdefault(own.first, []).append(replay)
         for slot in own.targets:
             conv[slot], recurrent[slot] = window[len(window) - len(weights) + 1 :], state
     return torch.cat(found)
+
+
+def _replay(
+    window: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    run: Run,
+    first: int,
+    before: torch.Tensor,
+    after: torch.Tensor,
+) -> Replay:
+    """How to compute the states after some of the tokens of a run again; `before` and `after` are those around all."""
+    past = len(weights) - 1
+
+    def replay(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        part, state = window[: past + count], after
+        if len(part) < len(window):
+            _, state = run(causal_conv(part.float(), weights, bias), slice(first, first + count), before)
+        return part[count:], state
+
+    return replay
 
 
 def causal_conv(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
