@@ -454,14 +454,13 @@ def main() -> None:
             refused[answer] = refused.get(answer, 0) + 1
         else:
             results.append(Result(run, *answer))
-    if args.errors:
-        print_errors(results)
-        return
     for title, key in (("all", lambda run: "held out" if run.held_out else "fitted"), ("", place)):
         print(f"\nmedian / 90th percentile of the absolute error, signed median, in % {title}\n")
         print_table(results, key)
     for reason, count in sorted(refused.items(), key=lambda item: -item[1]):
         print(f"not done: {count} rows: {reason}")
+    if args.errors:
+        print_errors(results)
     if args.json is not None:
         rows = [{**asdict(r.run), "held_out": r.run.held_out, "ttft": r.ttft_ms, "tpot": r.tpot_ms} for r in results]
         args.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -49,6 +49,14 @@ class ServerClient:
         except (aiohttp.ClientError, orjson.JSONDecodeError, ValueError) as error:
             raise ConfigError(f"{self.base_url}{path}: {error}; is a server running there?") from error
 
+    async def text(self, path: str) -> str:
+        """The text of a path, "" if the server has nothing there."""
+        try:
+            async with self._session.get(self.base_url + path) as reply:
+                return await reply.text() if reply.status == 200 else ""
+        except aiohttp.ClientError:
+            return ""
+
     async def flush_cache(self) -> None:
         """Empty the server's prefix cache. Raises ConfigError if it refuses."""
         async with self._session.post(self.base_url + "/flush_cache") as reply:

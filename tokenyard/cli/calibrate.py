@@ -1,4 +1,4 @@
-"""`tokenyard calibrate`: measure how long steps take on this device, and write it as a cost profile."""
+"""`tokenyard calibrate`: measure how long steps take, here or at a server, and write it as a cost profile."""
 
 import argparse
 import re
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.cli.calibrate_requests import calibrate_requests
 from tokenyard.cli.flags import resolve
 from tokenyard.cli.simulation_arguments import check_output, progress_bar
 from tokenyard.config import Settings
@@ -35,7 +36,23 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-name", default="", metavar="NAME", help="name of the device in the profile; its own if absent"
     )
     parser.add_argument(
-        "--seconds", type=float, default=75.0, metavar="S", help="start no further step after this many seconds [75]"
+        "--seconds",
+        type=float,
+        default=75.0,
+        metavar="S",
+        help="start no further step or probe after this many seconds [75]",
+    )
+    parser.add_argument(
+        "--server", metavar="URL", help="measure a running OpenAI-compatible server by a small grid of requests instead"
+    )
+    parser.add_argument("--server-api-key", metavar="KEY", help="key that --server wants as a bearer token")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="read what vllm bench serve, sglang.bench_serving, guidellm, genai-perf, aiperf or tokenyard bench serve "
+        "recorded of single requests instead",
     )
 
 
@@ -44,7 +61,12 @@ def calibrate(namespace: argparse.Namespace) -> int:
     check_output(namespace.output, "--output")
     if not namespace.seconds > 0.0:
         raise ConfigError(f"--seconds is {namespace.seconds}; it must be above 0")
-    settings = with_model_folder(resolve(vars(namespace)).settings)
+    settings = resolve(vars(namespace)).settings
+    if namespace.server or namespace.results:
+        if namespace.model:
+            raise ConfigError(f"--server and --results measure no model here; leave out {namespace.model}")
+        return calibrate_requests(namespace, settings)
+    settings = with_model_folder(settings)
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
     # Profiles, and the simulator that reads them, support a single kind of KV pool.
     executor = load_executor(engine_config(replace(settings, swa_full_tokens_ratio=0.0)))

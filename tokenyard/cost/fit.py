@@ -6,10 +6,10 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.base import ConfigError, StepWork
-from tokenyard.cost.linear import MS_PER_S, LinearTerms
+from tokenyard.base import ConfigError
+from tokenyard.cost.linear import MS_PER_S, LinearTerms, WorkSums
 
-StepSample = tuple[StepWork, float]
+StepSample = tuple[WorkSums, float]
 """A step's work and the seconds it took."""
 
 FITTED_TERMS = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
@@ -17,13 +17,13 @@ MIN_FLOOR_MS = 1e-6
 MIN_SAMPLES = len(FITTED_TERMS) + 2
 
 
-def fit_terms(samples: Sequence[StepSample]) -> LinearTerms:
+def fit_terms(samples: Sequence[StepSample], max_borders: int | None = None) -> LinearTerms:
     """The terms with the least squared relative error on `samples`, none below 0 (step_ms and the tp terms stay 0).
 
-    Every number of tokens that occurs is tried as the border between steps on the floor and steps on the line in N. For
-    a given border the terms are those of non-negative least squares. Its solution is the plain least-squares one on the
-    terms above 0, so with six terms it is found by trying every subset. Raises ConfigError for fewer than
-    `MIN_SAMPLES` samples or a time that is not above 0.
+    Every number of tokens that occurs, or `max_borders` of them evenly, is tried as the border between steps on the
+    floor and steps on the line in N. For a given border the terms are those of non-negative least squares. Its solution
+    is the plain least-squares one on the terms above 0, so with six terms it is found by trying every subset. Raises
+    ConfigError for fewer than `MIN_SAMPLES` samples or a time that is not above 0.
     """
     if len(samples) < MIN_SAMPLES:
         raise ConfigError(
@@ -31,7 +31,11 @@ def fit_terms(samples: Sequence[StepSample]) -> LinearTerms:
         )
     if not all(seconds > 0.0 for _, seconds in samples):
         raise ConfigError("a measured step took no time; step times must be above 0")
-    tried = [_fit_with_floor_below(samples, tokens) for tokens in sorted({work.tokens for work, _ in samples})]
+    borders = sorted({work.tokens for work, _ in samples})
+    tried = [
+        _fit_with_floor_below(samples, tokens)
+        for tokens in borders[:: -(-len(borders) // (max_borders or len(borders)))]
+    ]
     return min(tried, key=lambda terms: float(np.square(relative_errors(terms, samples)).sum()))
 
 
@@ -40,7 +44,7 @@ def relative_errors(terms: LinearTerms, samples: Sequence[StepSample]) -> npt.ND
     return np.array([terms.step(work) / (seconds * MS_PER_S) - 1.0 for work, seconds in samples])
 
 
-def _fit_with_floor_below(samples: Sequence[StepSample], tokens: int) -> LinearTerms:
+def _fit_with_floor_below(samples: Sequence[StepSample], tokens: float) -> LinearTerms:
     """The fit if steps of fewer than `tokens` tokens are on the floor."""
     rows = [_features(work, work.tokens < tokens) for work, _ in samples]
     shares = np.array(rows) / np.array([[seconds * MS_PER_S] for _, seconds in samples])
@@ -50,7 +54,7 @@ def _fit_with_floor_below(samples: Sequence[StepSample], tokens: int) -> LinearT
     return LinearTerms(step_ms=0.0, **found)
 
 
-def _features(work: StepWork, on_floor: bool) -> tuple[float, ...]:
+def _features(work: WorkSums, on_floor: bool) -> tuple[float, ...]:
     line = (1.0, 0.0, 0.0) if on_floor else (0.0, 1.0, float(work.tokens))
     return (*line, float(work.decode_context), work.chunk_area, float(work.rows))
 

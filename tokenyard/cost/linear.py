@@ -11,7 +11,7 @@ the time to read the weights once. The form follows DistServe (Zhong et al. 2024
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -20,6 +20,30 @@ from tokenyard.base import ConfigError, CostModel, Float64Array, Int64Array, Ste
 MS_PER_S = 1000.0
 UNLOADED_CHUNK_TOKENS = 8192
 UNBOUNDED_TOKENS = 2**31 - 1
+
+
+class WorkSums(Protocol):
+    """The sums of a step's work that the formula reads: those of a `StepWork`, or means over many steps."""
+
+    @property
+    def tokens(self) -> float:
+        """All tokens computed."""
+
+    @property
+    def rows(self) -> float:
+        """All rows."""
+
+    @property
+    def decode_context(self) -> float:
+        """KV tokens read by decoding rows."""
+
+    @property
+    def chunk_area(self) -> float:
+        """Sum over chunks of x tokens of x * (prefix + x / 2)."""
+
+    @property
+    def adapter_loads(self) -> float:
+        """LoRA adapters loaded into slots of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +101,7 @@ class LinearTerms:
         """The terms of a device that takes `factor` times as long for everything."""
         return LinearTerms(*(getattr(self, term.name) * factor for term in fields(self)))
 
-    def step(self, work: StepWork) -> float:
+    def step(self, work: WorkSums) -> float:
         """Milliseconds that a step with this work takes."""
         tokens = work.tokens
         return (
