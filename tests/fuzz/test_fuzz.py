@@ -16,6 +16,12 @@ FOUND = [
     ("stream", b'\n\ndata: ,"token_ids":[,]\n\n'),
     ("stream", b'data: {"text":\n\n'),
     ("kv-events", DEEP),
+    # A parent whose hash is a list.
+    (
+        "kv-events",
+        b"\x93\xcb@\x08\0\0\0\0\0\0\x91\x98\xabBlockStored\x91\xc4\2ad\x98\1\1\1\1\1\1\1\xff\xfe\4\7\xa3GPU\xa4lora\0",
+    ),
+    ("lookahead", b"\0\x9c\0\x9c" + b"\x81\xa1a" * 2000),
     ("paused", b"r|\x81\xa1a" + DEEP),
     ("safetensors", safetensors()[0].replace(b'"shape"', b'"_hape"')),
     ("safetensors", b"\x07\0\0\0\0\0\0\0[1,2,3]"),

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 NS = 1_000_000_000
 BEGIN_NS = 1_790_000_000 * NS
@@ -31,9 +32,11 @@ def _refuse_sleep(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def installed(clock: Clock) -> Iterator[None]:
-    """Have the process read `clock`. How servers tune the garbage collector has no effect here."""
-    fakes = {
+def installed(clock: Clock, more: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    """Have the process read `clock`, and find `more` under those names of modules. How servers tune the garbage
+    collector has no effect here.
+    """
+    fakes: dict[tuple[Any, str], Any] = {
         (time, "monotonic_ns"): lambda: clock.now_ns,
         (time, "monotonic"): lambda: clock.now_ns / NS,
         (time, "time_ns"): lambda: clock.now_ns + clock.wall_offset_ns,
@@ -42,6 +45,7 @@ def installed(clock: Clock) -> Iterator[None]:
         (gc, "collect"): lambda generation=2: 0,
         (gc, "freeze"): lambda: None,
         (gc, "set_threshold"): lambda *thresholds: None,
+        **more,
     }
     real = {place: getattr(*place) for place in fakes}
     for (module, name), fake in fakes.items():

@@ -56,7 +56,7 @@ class Scheduler:
 
     def _main(self) -> None:
         self.loop = SchedulerLoop(self._config.for_rank(self.rank), self, self.put, rank=self.rank)
-        self.world.loop.call_soon(self._started)
+        self.world.outside(0.0, self._started)
         self.loop.run()
 
     def _started(self) -> None:
@@ -68,11 +68,11 @@ class Scheduler:
         if self.process.alive and self.api.alive:
             if not self.process.stopped:
                 self._deliver(FROM_SCHEDULER.encode(self.loop.state.beat(self.world.clock.now_ns), self.source))
-            self.world.loop.call_later(HEARTBEAT_INTERVAL_S, self._beat)
+            self.world.outside(HEARTBEAT_INTERVAL_S, self._beat)
 
     def put(self, message: Any) -> None:
         """A message to the scheduler, which arrives a little later."""
-        self.world.loop.call_later(IPC_S, self._arrive, TO_SCHEDULER.encode(message))
+        self.world.outside(IPC_S, self._arrive, TO_SCHEDULER.encode(message))
 
     def _arrive(self, frame: bytes) -> None:
         if self.process.alive:
@@ -90,7 +90,7 @@ class Scheduler:
 
     def send(self, message: Any) -> None:
         """A message to the API process."""
-        self.world.loop.call_later(IPC_S, self._deliver, FROM_SCHEDULER.encode(message, self.source))
+        self.world.outside(IPC_S, self._deliver, FROM_SCHEDULER.encode(message, self.source))
 
     def _deliver(self, frame: bytes) -> None:
         if self.api.alive and self.receive_output is not None:
@@ -99,7 +99,8 @@ class Scheduler:
     def kill(self) -> None:
         """kill -9."""
         self.process.alive, self.process.stopped = False, False
-        self.thread.kill()
+        for thread in list(self.process.threads):
+            thread.kill()
 
 
 class WorldServer(DrainingServer):
@@ -115,6 +116,9 @@ class Engine:
 
     def __init__(self, world: Any, name: str, **settings: Any) -> None:
         self.world, self.name = world, name
+        self.disk = world.disks.add(name) if settings.get("enable_hierarchical_cache") else None
+        if self.disk is not None:
+            settings |= {"hicache_storage_backend": "disk", "hicache_storage_dir": str(self.disk.folder / "kv")}
         self.settings = with_model_folder(
             Settings(model_path=MODEL, executor="mock", host=name, port=PORT, watchdog_timeout_s=0.0, **settings)
         )
@@ -134,7 +138,10 @@ class Engine:
         return f"http://{self.name}:{PORT}"
 
     def start(self) -> None:
-        """Start its processes."""
+        """Start its processes; again and again while their disk is broken."""
+        if self.disk is not None and self.disk.broken:
+            self.world.loop.call_later(1.0, self.start)
+            return
         self.process = Process(self.name)
         self.manager = self.server = None
         self.world.spawn(self.process, self._run)
@@ -181,6 +188,7 @@ class Engine:
     def kill_scheduler(self, scheduler: Scheduler) -> None:
         """kill -9 a scheduler process; the supervisor notices and starts another."""
         scheduler.kill()
+        self.world.disks.crash(scheduler.process.name, power=False)
         del self.schedulers[scheduler.source]
         if self.process.alive and self.manager is not None:
             self.world.call_in(self.process, self._replace, scheduler)
@@ -190,6 +198,9 @@ class Engine:
         asyncio.get_running_loop().call_later(RESTART_S, self._restart, lost.rank)
 
     def _restart(self, rank: int) -> None:
+        if self.disk is not None and self.disk.broken:
+            asyncio.get_running_loop().call_later(RESTART_S, self._restart, rank)
+            return
         scheduler = self._launch(rank)
         scheduler.ready.add_done_callback(lambda done: self._joined(scheduler))
 
@@ -199,6 +210,7 @@ class Engine:
         for scheduler in self.schedulers.values():
             scheduler.kill()
         self.schedulers.clear()
+        self.world.disks.crash(self.name, power=host)
 
     def stop(self) -> None:
         """SIGSTOP all processes."""
@@ -208,7 +220,7 @@ class Engine:
     def resume(self) -> None:
         """SIGCONT all processes."""
         for process in self._processes():
-            process.resume(self.world.loop)
+            self.world.loop.resume(process)
 
     def _processes(self) -> list[Process]:
         return [self.process, *(scheduler.process for scheduler in self.schedulers.values())]
@@ -242,7 +254,7 @@ class Engine:
         for scheduler in self.schedulers.values():
             core = scheduler.loop.core
             state = core.snapshot(self.world.clock.now_ns)
-            if state.used_tokens or core.has_work:
+            if state.used_tokens or state.held_tokens or core.has_work:
                 found.append(f"{scheduler.process.name} holds {state.used_tokens} KV tokens, has work: {core.has_work}")
         if self.server is not None and self.server.state.open_requests:
             found.append(f"{self.name} has {self.server.state.open_requests} open requests")

@@ -1,11 +1,16 @@
-"""Blocking code as a coroutine of the world: a thread that runs only while the event loop waits for it."""
+"""Blocking code in the world: threads of which one runs at a time, and only while the event loop waits for it."""
 
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from tests.world.clock import NS, Clock
+from tests.world.loop import current
 from tests.world.network import Process
+
+running: contextvars.ContextVar["LockstepThread | None"] = contextvars.ContextVar("running", default=None)
+"""The thread that the caller is in; None on the event loop."""
 
 
 class Killed(BaseException):
@@ -21,20 +26,22 @@ class LockstepThread:
 
     def __init__(self, loop: Any, clock: Clock, process: Process, main: Callable[[], None]) -> None:
         self._loop, self._clock, self.process, self._main = loop, clock, process, main
-        self._turn, self._yielded = threading.Semaphore(0), threading.Semaphore(0)
+        self._turn, self._yielded = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._yielded.acquire()
         self._waking: Any = None
         self._wakes_early = False
         self.ended = False
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._context = contextvars.Context()
+        self._context.run(current.set, process)
+        self._thread = threading.Thread(target=self._context.copy().run, args=(self._run,), daemon=True)
         self._thread.start()
-        loop.call_soon(self._resume)
-
-    def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
-        return threading.current_thread() is self._thread
+        process.threads.append(self)
+        loop.call_soon(self._step, context=self._context)
 
     def _run(self) -> None:
+        running.set(self)
         self._turn.acquire()
         try:
             if self.process.alive:
@@ -42,16 +49,14 @@ class LockstepThread:
         except Killed:
             pass
         except BaseException as error:
-            self.error = error
+            if self.process.alive:
+                self.error = error
         self.ended = True
         self._yielded.release()
 
-    def _resume(self) -> None:
-        """Let the thread run until it waits, unless its process is stopped. Called on the event loop."""
-        self._waking, self._wakes_early = None, False
-        self.process.run(self._step)
-
     def _step(self) -> None:
+        """Let the thread run until it waits or ends. Called on the event loop."""
+        self._waking, self._wakes_early = None, False
         if not self.ended:
             self._turn.release()
             self._yielded.acquire()
@@ -59,7 +64,8 @@ class LockstepThread:
     def wait_until(self, due_ns: int | None, *, wakes_early: bool) -> None:
         """Wait for the time (None: without end), or for `wake` if that counts. Called in the thread."""
         if due_ns is not None:
-            self._waking = self._loop.call_at(max(due_ns, self._clock.now_ns) / NS, self._resume)
+            due_s = max(due_ns, self._clock.now_ns) / NS
+            self._waking = self._loop.call_at(due_s, self._step, context=self._context)
         self._wakes_early = wakes_early
         self._yielded.release()
         self._turn.acquire()
@@ -67,16 +73,18 @@ class LockstepThread:
             raise Killed
 
     def wake(self) -> None:
-        """Let a thread that waits for messages go on. Called on the event loop."""
+        """Let a thread that waits for messages go on. Called by whoever runs."""
         if self._wakes_early:
             self._wakes_early = False
             if self._waking is not None:
                 self._waking.cancel()
-            self._waking = self._loop.call_soon(self._resume)
+            self._waking = self._loop.call_soon(self._step, context=self._context)
 
     def kill(self) -> None:
-        """Unwind the thread of a process that has ended."""
-        if self._waking is not None:
-            self._waking.cancel()
-        self._step()
+        """Unwind the thread of a process that has ended. Called on the event loop."""
+        while not self.ended:
+            if self._waking is not None:
+                self._waking.cancel()
+            # Once for each wait on the way out.
+            self._step()
         self._thread.join()

@@ -7,9 +7,10 @@ context it was scheduled; those of a process that has ended are dropped, as noth
 import asyncio
 import contextlib
 import contextvars
+import heapq
+import itertools
 import math
 import socket
-from collections.abc import Callable
 from typing import Any
 
 from tests.world.clock import NS, Clock
@@ -18,17 +19,18 @@ from tests.world.network import Network, Process
 current: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
-class _Selector:
-    """Nothing to select: waiting means that time passes."""
+class _Call(asyncio.TimerHandle):
+    """Something that is called now or later, in a process; None for what belongs to no process."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    __slots__ = ("process",)
 
-    def select(self, timeout: float | None) -> list[Any]:
-        if timeout is None:
-            raise AssertionError("the world is stuck: nothing is scheduled")
-        self._clock.advance_to(self._clock.now_ns + max(0, math.ceil(timeout * NS)))
-        return []
+    def __init__(self, when: float, callback: Any, args: Any, loop: Any, context: Any) -> None:
+        super().__init__(when, callback, args, loop, context)
+        self.process = self._context.get(current)
+
+    def run(self) -> None:
+        """Call it; what it raises goes to the loop's handler."""
+        self._run()
 
 
 class WorldLoop(asyncio.BaseEventLoop):
@@ -38,7 +40,8 @@ class WorldLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._clock = clock
         self._network = network
-        self._selector = _Selector(clock)
+        self._due: list[tuple[int, int, _Call]] = []
+        self._order = itertools.count()
         self.failures: list[str] = []
         self.over = False
         """Whether the world has ended: what is scheduled then never runs."""
@@ -79,28 +82,57 @@ class WorldLoop(asyncio.BaseEventLoop):
                     task.get_coro().close()  # type: ignore[union-attr]
         self.tasks.clear()
 
-    def _guarded(self, callback: Callable[..., Any], context: contextvars.Context | None) -> Callable[..., Any]:
-        process = current.get() if context is None else context.get(current)
-        if process is None:
-            return callback
+    def _run_once(self) -> None:
+        """Run what is ready; if nothing is, time passes."""
+        ready, due = self._ready, self._due
+        while due and due[0][2].cancelled():
+            heapq.heappop(due)
+        if not ready:
+            if not due:
+                raise AssertionError("the world is stuck: nothing is scheduled")
+            self._clock.advance_to(due[0][0])
+        while due and due[0][0] <= self._clock.now_ns:
+            ready.append(heapq.heappop(due)[2])
+        for _ in range(len(ready)):
+            call = ready.popleft()
+            if call.cancelled():
+                continue
+            if call.process is None:
+                call.run()
+            elif call.process.stopped:
+                call.process.held.append(call)
+            elif call.process.alive:
+                call.run()
 
-        def run(*args: Any) -> None:
-            if process.alive:
-                process.run(callback, *args)
-
-        return run
+    def resume(self, process: Process) -> None:
+        """SIGCONT: what was to run while the process was stopped runs now."""
+        process.stopped = False
+        self._ready.extend(process.held)
+        process.held.clear()
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
-        if self.over:
-            return asyncio.Handle(callback, args, self, context)
-        return super().call_soon(self._guarded(callback, context), *args, context=context)
+        call = _Call(0.0, callback, args, self, context)
+        if not self.over:
+            self._ready.append(call)
+        return call
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        if self.over:
-            return asyncio.TimerHandle(when, callback, args, self, context)
-        return super().call_at(when, self._guarded(callback, context), *args, context=context)
+        call = _Call(when, callback, args, self, context)
+        if not self.over:
+            due = math.ceil(when * NS)
+            # Or a float that is rounded up would have its owner wait for it again, at the same time.
+            heapq.heappush(self._due, (due if due / NS >= when else due + 1, next(self._order), call))
+        return call
+
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._clock.now_ns / NS + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
         """Run the work at once: threads of a pool would depend on real time."""

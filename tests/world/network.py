@@ -19,32 +19,22 @@ IN_FLIGHT = 1 << 16
 
 
 class Process:
-    """A process with a host of the same name. `alive` ends with a kill; a stopped one does nothing until `resume`."""
+    """A process with a host of the same name. `alive` ends with a kill; a stopped one does nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.alive, self.stopped = True, False
         self.signals: dict[int, Callable[[], Any]] = {}
         self.connections: dict[Transport, None] = {}
-        self._held: list[tuple[Callable[..., Any], tuple[Any, ...], contextvars.Context]] = []
+        self.threads: list[Any] = []
+        """Those that were started in it (`LockstepThread`)."""
 
-    def run(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Run a callback, or keep it until the process goes on."""
-        if self.stopped:
-            self._held.append((callback, args, contextvars.copy_context()))
-        else:
-            callback(*args)
+        self.held: list[Any] = []
+        """Calls that wait until the process goes on."""
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP. `WorldLoop.resume` lets it go on."""
         self.stopped = True
-
-    def resume(self, loop: asyncio.AbstractEventLoop) -> None:
-        """SIGCONT."""
-        self.stopped = False
-        held, self._held = self._held, []
-        for callback, args, context in held:
-            loop.call_soon(callback, *args, context=context)
 
 
 class FakeSocket:
@@ -237,7 +227,7 @@ class Network:
     """
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
-        self._clock, self._rng = clock, rng
+        self._clock, self.rng = clock, rng
         self.loop: Any = None
         self.listeners: dict[tuple[str, int], Listener] = {}
         self.blocked: set[tuple[str, str]] = set()
@@ -247,14 +237,14 @@ class Network:
 
     def cut(self, data: bytes) -> list[bytes]:
         """A write as it may arrive: in one piece, or cut anywhere."""
-        if len(data) < 2 or self._rng.random() < 0.7:
+        if len(data) < 2 or self.rng.random() < 0.7:
             return [data]
-        at = self._rng.randrange(1, len(data))
+        at = self.rng.randrange(1, len(data))
         return [data[:at], data[at:]]
 
     def delay_s(self, source: str, target: str) -> float:
         """How long a segment takes."""
-        return self._rng.uniform(0.0001, 0.002) + self.slow.get(source, 0.0) + self.slow.get(target, 0.0)
+        return self.rng.uniform(0.0001, 0.002) + self.slow.get(source, 0.0) + self.slow.get(target, 0.0)
 
     def listen(self, process: Process, port: int, factory: Callable[[], Any]) -> Listener:
         """Take connections to a port of the process's host."""

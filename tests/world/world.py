@@ -4,16 +4,22 @@ import asyncio
 import contextvars
 import logging
 import random
+import tempfile
+import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from tests.world import client
+from tests.world import client, threads
 from tests.world.clock import NS, Clock, installed
+from tests.world.disk import Disks
 from tests.world.engine import PORT, Engine
-from tests.world.lockstep import LockstepThread
+from tests.world.lockstep import LockstepThread, running
 from tests.world.loop import WorldLoop, current
 from tests.world.network import FakeSocket, Network, Process
+from tokenyard.engine.scheduler_process.attachments import kv_store
+from tokenyard.kv_store import slab
 from tokenyard.router import process as router_process
 from tokenyard.router.proxy import Router
 from tokenyard.router.router_settings import RouterSettings
@@ -136,8 +142,11 @@ class World:
         self.clock.sleep = self._sleep
         self.threads: list[LockstepThread] = []
         self.contexts: dict[Process, contextvars.Context] = {}
+        self._no_process = contextvars.Context()
         self.seen: list[client.Seen] = []
         self.excused: dict[str, list[tuple[float, float]]] = {}
+        self.folder = tempfile.TemporaryDirectory(prefix="world-")
+        self.disks = Disks(self.clock, self.network.rng, Path(self.folder.name))
         self.engines = [Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings) for i in range(story.engines)]
         urls = tuple(engine.url for engine in self.engines)
         self.routers = [
@@ -146,11 +155,9 @@ class World:
         ]
 
     def _sleep(self, seconds: float) -> None:
-        for thread in self.threads:
-            if thread.is_current():
-                thread.wait_until(self.clock.now_ns + round(seconds * NS), wakes_early=False)
-                return
-        raise AssertionError(f"time.sleep({seconds}) on the event loop")
+        thread = running.get()
+        assert thread is not None, f"time.sleep({seconds}) on the event loop"
+        thread.wait_until(self.clock.now_ns + round(seconds * NS), wakes_early=False)
 
     def spawn(self, process: Process, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run the main coroutine of a process."""
@@ -161,6 +168,10 @@ class World:
     def call_in(self, process: Process, callback: Callable[..., Any], *args: Any) -> None:
         """Call something within a process, if it lives."""
         self.loop.call_soon(callback, *args, context=self.contexts[process])
+
+    def outside(self, seconds: float, callback: Callable[..., Any], *args: Any) -> None:
+        """Call something later, whichever processes live then."""
+        self.loop.call_later(seconds, callback, *args, context=self._no_process)
 
     def exited(self, host: Any) -> None:
         """A process has ended by itself: the rest of it goes, and it is started again (as by Kubernetes)."""
@@ -200,6 +211,19 @@ class World:
             case "slow":
                 self.network.slow[fault.target] = 0.3
                 later(self.network.slow.pop, fault.target, None)
+            case "disk full" | "disk slow" | "disk broken" | "bit flips" if host.disk is None:
+                pass
+            case "disk full":
+                host.disk.full = True
+                later(setattr, host.disk, "full", False)
+            case "disk slow":
+                host.disk.slow_s = fault.seconds / 20
+                later(setattr, host.disk, "slow_s", 0.0)
+            case "disk broken":
+                host.disk.broken = True
+                later(setattr, host.disk, "broken", False)
+            case "bit flips":
+                self.disks.flip(host.name)
             case "wall clock":
                 self.clock.wall_offset_ns += round((fault.seconds - 6) * 1000 * NS)
             case "flush":
@@ -232,7 +256,7 @@ class World:
         logging.getLogger("uvicorn.error").disabled = True
         asyncio.set_event_loop(self.loop)
         try:
-            with installed(self.clock):
+            with installed(self.clock, self._patches()):
                 found = self.loop.run_until_complete(self._main())
                 begun = self.clock.now_ns
                 self._end()
@@ -240,6 +264,7 @@ class World:
             root.removeHandler(alarms)
             root.propagate = levels[1]
             asyncio.set_event_loop(None)
+            self.folder.cleanup()
         found += [f"logged: {line}" for line in alarms.lines if not _harmless(line)]
         found += [f"loop: {line}" for line in self.loop.failures]
         found += [f"scheduler: {thread.error!r}" for thread in self.threads if thread.error is not None]
@@ -247,7 +272,12 @@ class World:
             found += client.violations(seen)
         lost = sum(seen.end not in ("done", "left") for seen in self.seen)
         trace = tuple((seen.ask.number, seen.end, round(seen.ended_s, 9), seen.token_count) for seen in self.seen)
-        return Outcome(self.seen, found, begun / NS, lost, hash((trace, self.network.segments)))
+        digest = zlib.crc32(repr((trace, self.network.segments)).encode())
+        return Outcome(self.seen, found, begun / NS, lost, digest)
+
+    def _patches(self) -> dict[tuple[Any, str], Any]:
+        patches = threads.patches(self)
+        return patches | {(kv_store, "Inbox"): patches[kv_store, "queue"].SimpleQueue, (slab, "os"): self.disks}
 
     def _end(self) -> None:
         for host in [*self.engines, *self.routers]:
@@ -320,12 +350,12 @@ def make_story(seed: int) -> Story:
     """Draw a world: 30 to 60 seconds, some five requests a second, at least five faults, one engine left alone."""
     rng = random.Random(seed)
     engines, routers, seconds = rng.randint(2, 4), rng.randint(1, 3), rng.uniform(30, 60)
-    shared = [[rng.randrange(3, 200) for _ in range(rng.randint(8, 120))] for _ in range(6)]
+    shared = [[rng.randrange(3, 200) for _ in range(rng.choice((8, 60, 150, 300)))] for _ in range(6)]
     asks, at = [], 0.0
     for number in range(int(seconds * 5)):
         at += rng.expovariate(5)
-        prompt = rng.choice(shared)[: rng.randint(4, 120)] + [rng.randrange(3, 200) for _ in range(rng.randint(1, 60))]
-        tokens = rng.choice((1, 4, 20, 60, 200))
+        prompt = rng.choice(shared)[: rng.randint(4, 300)] + [rng.randrange(3, 200) for _ in range(rng.randint(1, 60))]
+        tokens = rng.choice((1, 4, 12, 30, 80))
         asks.append(
             client.Ask(
                 number,
@@ -357,6 +387,9 @@ def make_story(seed: int) -> Story:
         "pause",
         "wall clock",
     )
+    stores = rng.random() < 0.4
+    if stores:
+        kinds += ("disk full", "disk slow", "disk broken", "bit flips", "kill", "power", "flush")
     faults = [
         Fault(rng.uniform(1, seconds), rng.choice(kinds), rng.choice(harmed), rng.uniform(0.2, 12))
         for _ in range(rng.randint(5, 9))
@@ -366,13 +399,15 @@ def make_story(seed: int) -> Story:
     settings = {
         "page_size": rng.choice((1, 4, 16)),
         "max_total_tokens": rng.choice((1024, 2048, 8192)),
-        "mock_step_ms": rng.choice((5.0, 20.0)),
+        "mock_step_ms": rng.choice((20.0, 60.0)),
         "chunked_prefill_size": rng.choice((32, 128, 2048)),
         "enable_mixed_chunk": rng.random() < 0.5,
         "schedule_policy": rng.choice(("fcfs", "lpm", "hrrn", "mlfq")),
         "disable_overlap_schedule": rng.random() < 0.3,
         "enable_priority_scheduling": rng.random() < 0.3,
     }
+    if stores:
+        settings |= {"enable_hierarchical_cache": True, "hicache_storage_gb": rng.choice((0.0002, 0.01))}
     if rng.random() < 0.3:
         settings |= {"speculative_algorithm": "NGRAM", "mock_draft_acceptance": rng.choice((0.2, 0.8))}
     return Story(

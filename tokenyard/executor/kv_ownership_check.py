@@ -24,6 +24,17 @@ def mix(values: UInt64Array) -> UInt64Array:
     return values ^ (values >> np.uint64(31))
 
 
+_MASK = 2**64 - 1
+
+
+def _mix_one(value: int) -> int:
+    """`mix` of one number; for one, ints are ten times as fast as arrays."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
 def history_marks(tokens: Int32Array, first_position: int = 0, before: int = 0, adapter: str = "") -> UInt64Array:
     """Return uint64[n]: one mark per token that depends on it, its position and everything before it.
 
@@ -51,7 +62,7 @@ class _Row:
             self.marks = np.resize(self.marks, max(16, 2 * self.length))
         before = int(self.marks[self.length - 1]) if self.length else 0
         self.tokens[self.length] = token
-        self.marks[self.length] = history_marks(self.tokens[self.length : self.length + 1], self.length, before)[0]
+        self.marks[self.length] = (before + _mix_one(token + (self.length << 32))) & _MASK
         self.length += 1
 
 

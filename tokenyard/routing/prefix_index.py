@@ -257,7 +257,10 @@ class BlockHashTranslator:
             data = np.array(fields.get("token_ids"), "<i4").tobytes()
         except (TypeError, ValueError, OverflowError):
             return []
-        place = _BlockPosition(_root(fields), b"", ()) if parent is None else self._after.get(parent)
+        if parent is None:
+            place: _BlockPosition | None = _BlockPosition(_root(fields), b"", ())
+        else:
+            place = self._after.get(parent) if isinstance(parent, Hash) else None
         if place is None or not isinstance(size, int) or len(data) != 4 * size * len(hashes):
             return []
         if len(self._after) + len(hashes) > MAX_ENGINE_BLOCKS:

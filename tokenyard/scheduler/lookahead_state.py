@@ -181,7 +181,10 @@ def decode(data: bytes) -> Message:
     """The message in `data`. Raises ValueError for anything else."""
     if not data or data[0] >= len(_MESSAGES):
         raise ValueError("not a message to the lookahead process")
-    found: Message = _DECODERS[data[0]].decode(memoryview(data)[1:])
+    try:
+        found: Message = _DECODERS[data[0]].decode(memoryview(data)[1:])
+    except RecursionError as error:
+        raise ValueError("the message is nested too deeply") from error
     return found
 
 
