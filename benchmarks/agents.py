@@ -1,14 +1,17 @@
 r"""Sessions of coding agents under several policies and loads, in the simulator.
 
-    python -m benchmarks.agents [--loads 40,20,10] [--seeds 3] [--rows "lpm --step-budget time" ...] [--jobs 2] \
-        [--json FILE] [--markdown benchmarks/results/agents.md]
+    python -m benchmarks.agents [--loads 40,20,10,24/h] [--seeds 3] [--rows "lpm --step-budget time" ...] [--jobs 2] \
+        [--json FILE] [--markdown FILE]
 
 A 70B model on eight H100 with a KV pool of 1.2 M tokens serves 160 sessions, drawn from kv-cache-tester's public
 ones. A load is a number of sessions that are active at any time (40: contexts of 3.2 times the pool, 20: 1.6, 10:
 0.8), or, as `24/h`, the rate at which sessions arrive. All rows have mixed chunks of 8,192 tokens, at most 64 running
 requests and pages of 64. A row is a policy and any other flags of `tokenyard simulate`; the first one is fcfs with
-LRU, which is what vLLM does by default (lpm is SGLang's order by hits), and the ratios are to it with the same seed.
-Figures are means over seeds, with the lowest and highest ratio; the longest wait is the longest of all seeds.
+LRU, and the ratios are to it with the same seed. `--preset vllm-v1` and `--preset sglang-0.5` are the rules of these
+engines, and lpm is SGLang's order by hits. Before a row, `scrambled` exchanges the predictions of when sessions come
+back. Flags for all rows, fcfs included, are given by `--with`: `--with "--enable-hierarchical-cache --hicache-size
+1300"` is a host tier that holds all contexts. Figures are means over seeds, with the lowest and highest ratio; the
+longest wait is the longest of all seeds.
 
 A policy has its price, so read a row to its end: the unluckiest turn (longest wait), the tail of TTFT, and the tokens
 that were computed again.
@@ -20,15 +23,21 @@ import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
+from typing_extensions import override
+
+from tokenyard.base import Float64Array
 from tokenyard.cli.flags import Parser
 from tokenyard.cli.simulate import add_simulate_arguments
 from tokenyard.cli.simulation_arguments import check_arguments, load_workload, make_setup, profile_of
+from tokenyard.policy.return_times import KINDS, ReturnTimes
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import simulate
 from tokenyard.sim.traces.workload import Workload
@@ -40,28 +49,39 @@ COMMON = (
     "--page-size 64"
 )
 BASE = "fcfs"
+REUSE = "session --radix-eviction-policy reuse"
+SCRAMBLED = "scrambled "
+"""Begins a row whose predictions of when sessions come back are those of other sessions."""
+
 ROWS = (
     "hits-first",
     "session",
-    "hits-first --radix-eviction-policy reuse",
-    "session --radix-eviction-policy reuse",
-    "fcfs --radix-eviction-policy reuse",
-    "program-fcfs",
-    "continuum --radix-eviction-policy reuse",
-    "continuum --policy-options ttl_s=60 --radix-eviction-policy reuse",
-    "pause-idle --radix-eviction-policy reuse",
-    "plas",
+    REUSE,
+    SCRAMBLED + REUSE,
     "lpm",
-    "hrrn",
-    "short-first",
-    "slo",
-    "fcfs --step-budget time",
     "lpm --step-budget time",
+    "--preset vllm-v1",
+    "--preset sglang-0.5",
+    "continuum --radix-eviction-policy reuse",
+    "pause-idle --radix-eviction-policy reuse",
+    "program-fcfs",
+    "plas",
 )
 COLUMNS = (
     "turns/h | ratio | session s, ratio | slowdown | TTFT p50 s | p95 s, ratio | longest wait s | hit share "
     "| recomputed M tokens"
 )
+
+
+class ScrambledReturnTimes(ReturnTimes):
+    """Learns as it should, and answers for each kind of stop and idle time with the index of another one."""
+
+    @override
+    def indices(self) -> Float64Array:
+        found = super().indices()
+        kinds = len(KINDS)
+        found[:kinds] = np.random.default_rng(0).permutation(found[:kinds].ravel()).reshape(kinds, -1)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +102,14 @@ class Run:
 
     def figures(self) -> dict[str, Any]:
         """The figures of its sessions."""
-        words = shlex.split(self.row)
+        words = shlex.split(self.row.removeprefix(SCRAMBLED))
         policy = [] if words[0].startswith("-") else ["--schedule-policy", words.pop(0)]
         args = _arguments((*self._sessions, *policy, *words))
         workload = _workload(self._sessions)
-        outcome = simulate(workload, make_setup(args, workload, args.preset))
-        return {"row": self.row, "load": self.load, "seed": self.seed, **summary(outcome)["sessions"]}
+        returns = ScrambledReturnTimes if self.row.startswith(SCRAMBLED) else ReturnTimes
+        with patch("tokenyard.scheduler.session_table.ReturnTimes", returns):
+            outcome = simulate(workload, make_setup(args, workload, args.preset))
+        return {**asdict(self), "common": list(self.common), **summary(outcome)["sessions"]}
 
 
 def _arguments(words: tuple[str, ...]) -> argparse.Namespace:
@@ -141,7 +163,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--with", dest="extra", default="", help="flags that replace or add to those of all rows")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time [2]")
-    parser.add_argument("--json", type=Path, help="write the figures of every run, one JSON line each, as they come")
+    parser.add_argument("--json", type=Path, help="add the figures of each run as a JSON line; those in it are not run")
     parser.add_argument("--markdown", type=Path, help="write the tables and the command to this file")
     args = parser.parse_args()
     rows, loads = tuple(dict.fromkeys((BASE, *args.rows))), args.loads.split(",")
@@ -150,8 +172,13 @@ def main() -> None:
         common += ["--limit", str(args.limit)]
     runs = [Run(row, load, seed, tuple(common)) for load in loads for seed in range(args.seeds) for row in rows]
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    if args.json is not None and args.json.exists():
+        for line in args.json.read_text(encoding="utf-8").splitlines():
+            figures = json.loads(line)
+            if figures["common"] == common:
+                found[figures["row"], figures["load"], figures["seed"]] = figures
     with ProcessPoolExecutor(args.jobs) as pool:
-        futures = [pool.submit(run.figures) for run in runs]
+        futures = [pool.submit(run.figures) for run in runs if (run.row, run.load, run.seed) not in found]
         for future in as_completed(futures):
             figures = future.result()
             found[figures["row"], figures["load"], figures["seed"]] = figures

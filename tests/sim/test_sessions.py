@@ -12,6 +12,7 @@ import pytest
 from tests.sim.small_workloads import setup
 from tokenyard.base import ConfigError, SessionEnded, Submit, TurnEnded
 from tokenyard.cost import get_profile
+from tokenyard.sim.fleet.fleet_settings import Fault, Fleet
 from tokenyard.sim.report.comparison import write_report
 from tokenyard.sim.report.session_charts import gantt
 from tokenyard.sim.report.session_figures import turn_alone_s
@@ -291,6 +292,33 @@ def test_sessions_run_through_a_fleet_with_a_fault():
     outcome = simulate(workload, setup(settings=CACHED, replicas=3, router="round_robin"))
     assert outcome.served.all()
     assert len(set(outcome.place.tolist())) == 3
+
+
+@pytest.mark.parametrize("router", ["predicted_ttft", "cache_aware"])
+def test_a_dead_engine_costs_its_sessions_their_own_recomputation_once(router):
+    """Of four engines, one dies for good. Its sessions compute their contexts again, at several other engines.
+
+    Of the other sessions, `predicted_ttft` may move some that would wait longer than their contexts take to compute.
+    """
+    workload = workload_of(*(growing(f"s{i}", 8, gap_s=10.0) for i in range(32)), concurrent=32)
+    dead, reusable = 1, workload.sessions.reusable
+    fleet = Fleet(faults=(Fault(90.0, dead, 1e6),))
+    outcome = simulate(workload, setup(settings=CACHED, replicas=4, router=router, fleet=fleet))
+    assert outcome.served.all()
+    recomputed = np.maximum(reusable - outcome.cached_tokens, 0)
+    refuges = []
+    for session in range(32):
+        turns = np.flatnonzero(workload.sessions.session == session)
+        places, lost = outcome.place[turns], recomputed[turns]
+        leaves = np.flatnonzero((places[:-1] == dead) & (places[1:] != dead)) + 1
+        if len(leaves):
+            assert np.flatnonzero(lost).tolist() == leaves[:1].tolist(), (places, lost)
+            assert lost[leaves[0]] == reusable[turns[leaves[0]]]
+            refuges.append(int(places[leaves[0]]))
+        elif router == "cache_aware":
+            assert not lost.any(), (places, lost)
+    assert len(refuges) >= 4
+    assert len(set(refuges)) > 1, "all went to one engine"
 
 
 SESSION = {

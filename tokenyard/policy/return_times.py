@@ -1,5 +1,6 @@
 """When an idle session sends its next turn, learned from the gaps between turns."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from tokenyard.base import NS_PER_S, Float64Array, Int32Array, Int64Array
 BORDERS_S = np.concatenate(([0.0], np.geomspace(0.5, 3600.0, 22)))
 """Where the intervals of idle time begin; the last one has no end."""
 
+_BORDERS: list[float] = BORDERS_S.tolist()
 WIDTHS_S = np.diff(BORDERS_S, append=2 * BORDERS_S[-1])
 KINDS = {"": 0, "tool": 1, "user": 2}
 """What a turn ended with: not known, a call of a tool, an answer to a person."""
@@ -52,9 +54,15 @@ class ReturnTimes:
         may be given up at any time.
         """
         if self._index is None:
-            self._index = self._all_indices()
+            self._index = self.indices()
         found: Float64Array = self._index[kinds, _interval(idle_ns)]
         return found
+
+    def index_of(self, kind: int, idle_ns: int) -> float:
+        """`index` of one session, at a fraction of the time."""
+        if self._index is None:
+            self._index = self.indices()
+        return float(self._index[kind, _interval_of(idle_ns)])
 
     def best_ttl_s(self, kind: int, worth_s: float) -> float:
         """The idle time t after which to give up a session's KV: the t that maximises
@@ -70,14 +78,17 @@ class ReturnTimes:
         return float(BORDERS_S[best] + WIDTHS_S[best]) if gain[best] > 0.0 else 0.0
 
     def _count(self, counts: Float64Array, kind: int, idle_ns: int) -> None:
-        counts[kind, int(_interval(np.array([idle_ns]))[0])] += 1.0
+        counts[kind, _interval_of(idle_ns)] += 1.0
         if counts[kind].sum() > HALVE_AT:
             self._back[kind] /= 2
             self._gone[kind] /= 2
         self._index = None
 
-    def _all_indices(self) -> Float64Array:
-        """float64[kinds, intervals]. Those who leave in an interval count as present for half of it."""
+    def indices(self) -> Float64Array:
+        """`index` by kind and interval of idle time, float64[kinds, intervals].
+
+        Those who leave in an interval count as present for half of it.
+        """
         left = self._back + self._gone
         alive = np.cumsum(left[:, ::-1], axis=1)[:, ::-1]
         seconds = (alive - left / 2) * WIDTHS_S
@@ -91,3 +102,8 @@ class ReturnTimes:
 def _interval(idle_ns: Int64Array) -> Int64Array:
     found: Int64Array = np.searchsorted(BORDERS_S, idle_ns / NS_PER_S, side="right") - 1
     return np.maximum(found, 0)
+
+
+def _interval_of(idle_ns: int) -> int:
+    """`_interval` of one session."""
+    return max(bisect_right(_BORDERS, idle_ns / NS_PER_S) - 1, 0)

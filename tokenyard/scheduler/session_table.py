@@ -290,14 +290,11 @@ class SessionTable(IdleSessions, PrefixListener):
         idle_ns = self._now - session.idle_ns
         if idle_ns > MAX_IDLE_NS:
             return 0.0
-        return self._index(session.kind, idle_ns) + (TTL_VALUE if key in self._honoured else kept)
+        return self.returns.index_of(session.kind, idle_ns) + (TTL_VALUE if key in self._honoured else kept)
 
     def _without_session(self, leaf: Any) -> float:
         idle_ns = self._now - self._times.of(leaf.last_access_tick)
-        return 0.0 if idle_ns > MAX_IDLE_NS else self._index(_kind_without_session(leaf), idle_ns)
-
-    def _index(self, kind: int, idle_ns: int) -> float:
-        return float(self.returns.index(np.array([kind], np.int32), np.array([idle_ns]))[0])
+        return 0.0 if idle_ns > MAX_IDLE_NS else self.returns.index_of(_kind_without_session(leaf), idle_ns)
 
     def _sessions_kept(self) -> set[Key]:
         """The sessions whose explicit time to live is honoured now, in the order in which their turns ended."""
