@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,11 +59,14 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
 
 
-def build_library(folder: Path, extra_flags: tuple[str, ...] = (), machine: str = "") -> Path:
+def build_library(
+    folder: Path, extra_flags: tuple[str, ...] = (), machine: str = "", without: Collection[str] = ()
+) -> Path:
     """Build the library into `folder` and return its path; it appears there whole or not at all.
 
     extra_flags: of all compilations and of the link, for sanitizers. machine: what the compiler makes code for, "" for
-    this kind of machine. Raises BuildError.
+    this kind of machine. without: kernel files that are compiled as if the compiler did not know their flags. Raises
+    BuildError.
     """
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +76,7 @@ def build_library(folder: Path, extra_flags: tuple[str, ...] = (), machine: str 
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(max(1, min(len(sources), os.cpu_count() or 1))) as pool:
             for done in [
-                pool.submit(_compile, compiler, *pair, extra_flags, machine or platform.machine())
+                pool.submit(_compile, compiler, *pair, extra_flags, machine or platform.machine(), without)
                 for pair in zip(sources, objects, strict=True)
             ]:
                 done.result()
@@ -83,10 +87,17 @@ def build_library(folder: Path, extra_flags: tuple[str, ...] = (), machine: str 
     return target
 
 
-def _compile(compiler: list[str], source: Path, target: Path, extra_flags: tuple[str, ...], machine: str) -> None:
+def _compile(
+    compiler: list[str],
+    source: Path,
+    target: Path,
+    extra_flags: tuple[str, ...],
+    machine: str,
+    without: Collection[str],
+) -> None:
     common = [*compiler, *FLAGS, *FILE_FLAGS.get(source.stem, ()), *extra_flags, "-c", str(source), "-o", str(target)]
     by_file = KERNEL_FLAGS if machine.lower() in X86 else ARM_KERNEL_FLAGS if machine.lower() in ARM else {}
-    special = by_file.get(source.stem, ())
+    special = () if source.stem in without else by_file.get(source.stem, ())
     try:
         _run([*common, *special])
     except BuildError:
