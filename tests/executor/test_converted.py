@@ -1,5 +1,6 @@
 """Converted weights: the same logits as without, and no file that does not fit is used."""
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -193,6 +194,18 @@ def test_a_file_that_cannot_be_written_leaves_nothing(own, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         convert(path)
     assert set(Path(path).parent.iterdir()) == before
+
+
+def test_what_a_killed_convert_left_is_removed_and_what_another_writes_is_not(own):
+    path = own("llama", "Q4_0")
+    folder, name = Path(path).parent, Path(path).name
+    dead, alive = (folder / f".{name}.packed.{end}" for end in ("dead", "alive"))
+    dead.write_bytes(b"half")
+    with alive.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        convert(path)
+    assert not dead.exists()
+    assert alive.exists()
 
 
 def test_a_foreign_header_that_is_nested_too_deeply_is_refused(tmp_path):

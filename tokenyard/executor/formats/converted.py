@@ -8,6 +8,8 @@ weights of products, a packed embedding, each with zeros up to a page; the sum o
 are little-endian.
 """
 
+import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -16,7 +18,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -186,6 +188,7 @@ class ConvertedFileWriter:
         for one in sources:
             self._mode &= 0o600 | (folder / one.name).stat().st_mode
         self._scratch: Path | None = None
+        self._lock: int | None = None
 
     def reserve(self, layout: str, sizes: tuple[int, int]) -> tuple[PackedBytes, PackedBytes]:
         """See WeightsMemory. Raises ConfigError where the file cannot be written."""
@@ -193,8 +196,11 @@ class ConvertedFileWriter:
         head = HEAD.pack(MAGIC, len(text), header_digest(text)) + text
         begin, size = _up(len(head)), sum(map(_up, sizes))
         with self._writing():
+            self._remove_abandoned()
             handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
             self._scratch = Path(name)
+            self._lock = os.dup(handle)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
             with os.fdopen(handle, "r+b") as file:
                 # A sparse file would fail, where the disk is full, only as it is written, and by a signal.
                 if hasattr(os, "posix_fallocate"):  # not on macOS
@@ -219,6 +225,7 @@ class ConvertedFileWriter:
             self._scratch.chmod(self._mode)
             self._scratch.replace(self._path)
         self._scratch = None
+        self._unlock()
         return size
 
     def discard(self) -> None:
@@ -226,6 +233,19 @@ class ConvertedFileWriter:
         if self._scratch is not None:
             self._scratch.unlink(missing_ok=True)
             self._scratch = None
+        self._unlock()
+
+    def _remove_abandoned(self) -> None:
+        """Remove what converts left that were killed: their files are locked by nobody."""
+        for path in self._path.parent.glob(f".{glob.escape(self._path.name)}.*"):
+            with path.open("rb") as file, suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
