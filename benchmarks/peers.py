@@ -27,10 +27,10 @@ import numpy as np
 
 from benchmarks.limits import product_rate, read_rate
 from benchmarks.peer_loop import Best, best_seconds
-from benchmarks.smollm2 import QWEN_SHAPE, SHAPE
+from benchmarks.smollm2 import LARGE_SHAPE, QWEN_SHAPE, SHAPE
 from tokenyard import LLM, SamplingParams
 
-SHAPES = {"smol": SHAPE, "qwen": QWEN_SHAPE}
+SHAPES = {"smol": SHAPE, "qwen": QWEN_SHAPE, "smol-1.7b": LARGE_SHAPE}
 IMPLS = {
     "native": {"model_impl": "native"},
     "native-attention": {"model_impl": "torch", "attention_backend": "native"},

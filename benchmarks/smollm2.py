@@ -28,3 +28,18 @@ QWEN_SHAPE = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }
+LARGE_SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 130000.0,
+    "tie_word_embeddings": True,
+}
+"""SmolLM2-1.7B."""

@@ -42,7 +42,7 @@ def partly(name):
     return "TQ2_0" if "attn_q" in name else "Q8_0"
 
 
-GGUF_FORMATS = [name for name in FORMATS if not name.startswith("INT")]
+GGUF_FORMATS = [name for name in FORMATS if not name.startswith(("INT", "FP8"))]
 KINDS = {
     **{name: name for name in GGUF_FORMATS},
     "Q4_K_M": mixed,
@@ -69,7 +69,7 @@ def save_gguf(source, case, kind):
 
 
 def packed_saver(tmp_path_factory):
-    """Return a function from a model and a kind, of GGUF or of INT4_CASES, to what save_gguf returns; saved once."""
+    """Return a function from a model and a kind, of GGUF or of CHECKPOINTS, to what save_gguf returns; saved once."""
 
     @functools.cache
     def get(case, kind):
@@ -77,7 +77,7 @@ def packed_saver(tmp_path_factory):
         if kind in KINDS:
             return save_gguf(folder, case, kind)
         save_plain(MODELS[case][0], MODELS[case][2], folder)
-        return int4_checkpoint(folder, folder, kind)
+        return packed_checkpoint(folder, folder, kind)
 
     return get
 
@@ -113,10 +113,10 @@ def make_adapter(folder):
     return str(folder)
 
 
-def int4_checkpoint(source, target, case):
-    """A tiny model whose projections are AWQ or GPTQ ones, and one of the numbers that they mean."""
+def packed_checkpoint(source, target, case):
+    """A tiny model whose projections are those of CHECKPOINTS, and one of the numbers that they mean."""
     config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
-    quantization, make, options = INT4_CASES[case]
+    quantization, make, options = CHECKPOINTS[case]
     rng, quantized, whole = torch.Generator().manual_seed(5), {}, {}
     order = torch.arange(512)[torch.randperm(512, generator=rng)]
     for name, tensor in sorted(tensors.items()):
@@ -157,12 +157,29 @@ def as_int4(rng, outputs, inputs, order, *, form, group, shuffled=False):
     return parts, whole
 
 
+def as_bytes(rng, outputs, inputs, order, *, kind, block=None):
+    """Parts of a matrix of fp8 or int8 with a scale for each output or block, and its numbers."""
+    raw = torch.randn(outputs, inputs, generator=rng)
+    weight = raw.to(torch.float8_e4m3fn) if kind == "fp8" else (raw * 40).round().clamp(-128, 127).to(torch.int8)
+    rows, columns = block or (1, inputs)
+    scale = torch.rand(-(-outputs // rows), -(-inputs // columns), generator=rng) * 0.05 + 0.01
+    scale = scale if kind == "fp8" else scale / 40
+    spread = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:outputs, :inputs]
+    return {"weight": weight, "weight_scale_inv" if block else "weight_scale": scale}, weight.float() * spread
+
+
+def whole_bytes(form):
+    """The configuration of a compressed-tensors checkpoint of eight bits."""
+    weights = {"g": {"weights": {"num_bits": 8}}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": weights}
+
+
 PACK_QUANTIZED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "config_groups": {"g": {"weights": {"num_bits": 4}}},
 }
-INT4_CASES = {
+CHECKPOINTS = {
     "awq": ({"quant_method": "awq", "bits": 4}, as_int4, {"form": "awq", "group": 128}),
     "gptq": ({"quant_method": "gptq", "bits": 4}, as_int4, {"form": "gptq", "group": 64}),
     "gptq-order": (
@@ -171,6 +188,13 @@ INT4_CASES = {
         {"form": "gptq", "group": 128, "shuffled": True},
     ),
     "compressed": (PACK_QUANTIZED, as_int4, {"form": "compressed", "group": 32}),
+    "int8": (whole_bytes("int-quantized"), as_bytes, {"kind": "int8"}),
+    "fp8": (whole_bytes("float-quantized"), as_bytes, {"kind": "fp8"}),
+    "fp8-blocks": (
+        {"quant_method": "fp8", "weight_block_size": [16, 32]},
+        as_bytes,
+        {"kind": "fp8", "block": (16, 32)},
+    ),
 }
 
 

@@ -15,18 +15,19 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3M
 from tests.executor.driver import Driver
 from tests.executor.gguf_maker import quantized_rows
 from tests.executor.packed_models import (
-    INT4_CASES,
+    CHECKPOINTS,
     KINDS,
     MODELS,
     WIDE,
     adapter_shifts,
     all_logits,
-    int4_checkpoint,
     load,
     make_adapter,
+    packed_checkpoint,
     random,
 )
 from tests.executor.tiny_models import FAMILY_CASES, SMALL, prompt_of
+from tokenyard.executor.formats.byte_groups import byte_rows
 from tokenyard.executor.formats.int4_groups import int4_rows
 from tokenyard.executor.formats.on_load import q4_0, q8_0
 from tokenyard.executor.formats.weight_format import FORMATS, STORED
@@ -42,6 +43,8 @@ except NoLibraryError as error:
 KERNELS = pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 FORMAT = pytest.mark.parametrize("name", FORMATS)
+ROUNDED_FORMATS = [name for name in FORMATS if not name.startswith("FP8")]
+"""Whose products take inputs as bytes."""
 ROUNDING = 2.0**-24
 BLOCK = 32
 
@@ -62,10 +65,24 @@ def int4(rows, inputs, seed, form):
     return int4_rows(*given, form), torch.from_numpy(whole.reshape(rows, inputs))
 
 
+def whole_bytes(rows, inputs, seed, form):
+    """Rows of fp8 or int8 in groups with a scale, and what they mean."""
+    scales = (
+        torch.from_numpy(np.random.default_rng(seed).random((rows, inputs // form.inputs), np.float32)) * 0.02 + 0.001
+    )
+    values = random(rows, inputs, seed=seed)
+    values = (
+        values.to(torch.float8_e4m3fn) if form.name.startswith("FP8") else (values * 60).clamp(-128, 127).to(torch.int8)
+    )
+    return byte_rows(values, scales, form), (values.float() * scales.repeat_interleave(form.inputs, 1)).double()
+
+
 def matrix(name, rows, inputs, seed=1):
     """A matrix in a format, and its numbers in float64 as the gguf package reads them."""
     if name.startswith("INT4"):
         return int4(rows, inputs, seed, FORMATS[name])
+    if name.partition("_")[0] in ("INT8", "FP8"):
+        return whole_bytes(rows, inputs, seed, FORMATS[name])
     kind = gguf.GGMLQuantizationType[name]
     values = np.random.default_rng(seed).standard_normal((rows, inputs), dtype=np.float32)
     data = np.ascontiguousarray(quantized_rows(values, kind))
@@ -110,8 +127,10 @@ class Product:
         return out
 
 
-def rounded(x):
-    """Rows as products take them, in float64: 32 inputs at a time become bytes with one scale."""
+def rounded(x, name=""):
+    """Rows as products take them, in float64: 32 inputs at a time become bytes with one scale; not for fp8."""
+    if name.startswith("FP8"):
+        return x.double()
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     top = blocks.abs().amax(dim=-1, keepdim=True)
     up = torch.where(top > 0, torch.full_like(top, 127) / top, 0.0)
@@ -142,12 +161,12 @@ def test_products_take_the_same_numbers(name, level):
 
 CODES = {"Q4_1": slice(4, None), "Q5_1": slice(4, None), "Q4_K": slice(16, None), "Q5_K": slice(16, None)}
 CODES |= {"Q6_K": slice(0, 192), "IQ4_XS": slice(8, None), "MXFP4": slice(1, None)}
-CODES |= {"INT4_32": slice(5, None), "INT4_128": slice(5, None)}
+CODES |= {"INT4_32": slice(5, None), "INT4_128": slice(5, None), "INT8_32": slice(4, None), "INT8_128": slice(4, None)}
 """Where a block's numbers lie, without its scales; behind a float16 in other formats."""
 
 
 @KERNELS
-@FORMAT
+@pytest.mark.parametrize("name", ROUNDED_FORMATS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sums_of_the_largest_numbers_are_whole(name, level, rows):
     """Sums of bytes that some instructions keep in 16 bits do not end at their limit."""
@@ -182,8 +201,8 @@ def test_products(level, dtype, name, rows, inputs, outputs):
     x[0, :BLOCK] = 0.0
     on = NativeRuntime(LIBRARY, 2, level)
     found = Product(on, dtype, inputs, [(FORMATS[name].number, data)], bias)(x)
-    expected = rounded(x) @ whole.T + bias.double()
-    magnitude = rounded(x).abs() @ whole.abs().T + bias.abs().double() + 1e-3
+    expected = rounded(x, name) @ whole.T + bias.double()
+    magnitude = rounded(x, name).abs() @ whole.abs().T + bias.abs().double() + 1e-3
     assert ((found - expected).abs() <= 64 * ROUNDING * magnitude).all()
 
 
@@ -209,7 +228,7 @@ def test_an_odd_number_is_not_hidden_by_rounding(level, name, odd):
     whole = product(x)
     x[1, 35] = odd
     found = product(x)
-    assert found[1].isnan().all()
+    assert (found[1].isnan() if name in ROUNDED_FORMATS else ~found[1].isfinite()).all()
     assert torch.equal(found[[0, 2]], whole[[0, 2]])
 
 
@@ -225,7 +244,7 @@ def test_parts_of_several_formats(level, dtype):
     bias = random(len(FORMATS) * 2 * multiple + multiple + 19, seed=4)
     x = random(11, inputs, seed=5, dtype=dtype)
     found = Product(on, dtype, inputs, [*parts, (STORED, stored), (FORMATS["Q4_0"].number, last)], bias)(x)
-    of_packed = [rounded(x) @ whole.T for _, whole in packed]
+    of_packed = [rounded(x, name) @ whole.T for name, (_, whole) in zip(FORMATS, packed, strict=True)]
     exact = torch.cat([*of_packed, x.double() @ stored.double().T, rounded(x) @ last_whole.T], dim=1) + bias.double()
     assert ((found - exact).abs() <= 1e-4 * exact.abs().max()).all()
 
@@ -350,9 +369,9 @@ def wide(tmp_path_factory):
 
 
 @pytest.mark.part(4)
-@pytest.mark.parametrize("case", INT4_CASES)
+@pytest.mark.parametrize("case", CHECKPOINTS)
 def test_awq_and_gptq_stay_packed(wide, tmp_path, case, caplog):
-    quantized, whole = int4_checkpoint(wide, tmp_path, case)
+    quantized, whole = packed_checkpoint(wide, tmp_path, case)
     prompt = prompt_of(40, seed=3)
     exact = all_logits(load(whole), prompt)
     with caplog.at_level("INFO"):
@@ -362,7 +381,7 @@ def test_awq_and_gptq_stay_packed(wide, tmp_path, case, caplog):
 
 
 def test_inputs_in_different_orders_are_unpacked(wide, tmp_path, caplog):
-    quantized, _ = int4_checkpoint(wide, tmp_path, "gptq-order")
+    quantized, _ = packed_checkpoint(wide, tmp_path, "gptq-order")
     file = Path(quantized, "model.safetensors")
     tensors = load_file(file)
     name = "model.layers.1.self_attn.k_proj."

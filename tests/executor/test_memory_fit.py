@@ -49,6 +49,19 @@ def test_weights_that_are_quantized_on_load_count_packed(tmp_path, quantization,
     assert weight_bytes(tmp_path, 2, native=True, quantization=quantization) == 64 * 32 * size
 
 
+def test_matrices_that_become_int8_are_named_so(tmp_path):
+    tensors = {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 32), "model.embed_tokens.weight": torch.ones(64, 32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert memory_fit.describe_formats(tmp_path, "AVX2", "int8") == "1 of F32 as int8, by AVX2; 1 of F32 as numbers"
+
+
+def test_matrices_of_bytes_count_as_stored_or_as_unpacked(tmp_path):
+    tensors = {"a.weight": torch.ones(16, 32).to(torch.float8_e4m3fn), "b.weight": torch.ones(16, 32, dtype=torch.int8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, 2, native=True) == 2 * 16 * 32
+    assert weight_bytes(tmp_path, 2, native=False) == 2 * 2 * 16 * 32
+
+
 def test_packed_matrices_of_a_checkpoint_count_as_stored_or_as_unpacked(tmp_path):
     save_file({"a.qweight": torch.ones(16, 32, dtype=torch.int32)}, tmp_path / "model.safetensors")
     assert weight_bytes(tmp_path, 2, native=True) == 4 * 16 * 32

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.executor.driver import Driver
-from tests.executor.packed_models import GGUF_FORMATS, INT4_CASES, adapter_shifts, make_adapter
+from tests.executor.packed_models import CHECKPOINTS, GGUF_FORMATS, adapter_shifts, make_adapter
+from tests.executor.test_pipeline import load_in_turn
 from tests.executor.thread_ranks import load_virtual
 from tests.executor.tiny_models import prompt_of
 from tests.matrix.test_speculation_exactness import repetitive
@@ -21,7 +22,7 @@ try:
 except NoLibraryError as error:
     pytest.skip(f"no native library: {error}", allow_module_level=True)
 
-KINDS = [*GGUF_FORMATS, *INT4_CASES]
+KINDS = [*GGUF_FORMATS, *CHECKPOINTS]
 TOKENS = 12
 
 
@@ -99,6 +100,14 @@ def check_tensor_parallel(path, plain):
     assert found.generate(found.start(prompt), TOKENS) == expected.generate(expected.start(prompt), TOKENS)
 
 
+def check_pipeline(path, plain):
+    """Stages unpack their layers."""
+    prompt = prompt_of(20, seed=3)
+    options = {"device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 512, "max_pool_rows": 8}
+    found, expected = (Driver(load_in_turn(one, 2, **options)) for one in (path, plain))
+    assert found.generate(found.start(prompt), TOKENS) == expected.generate(expected.start(prompt), TOKENS)
+
+
 def check_lora(path, plain, adapter):
     """An adapter adds what it adds to the model of the numbers that the packed ones mean."""
     packed, exact = adapter_shifts((path, plain), adapter)
@@ -113,14 +122,15 @@ FEATURES = {
     "experts": ("moe", check_schedule),
     "windows": ("windows", check_windows),
     "tensor-parallel": ("llama", check_tensor_parallel),
+    "pipeline": ("llama", check_pipeline),
     "lora": ("llama", check_lora),
 }
 GRID = [
     (kind, feature)
     for kind, feature in itertools.product(KINDS, FEATURES)
-    if FEATURES[feature][0] == "llama" or kind in GGUF_FORMATS
+    if FEATURES[feature][0] == "llama" or kind in GGUF_FORMATS or (feature == "experts" and kind in ("fp8", "int8"))
 ]
-"""Checkpoints of four bits are made of the llama only."""
+"""Other checkpoints are made of the llama only."""
 
 
 @pytest.mark.part(4)

@@ -24,6 +24,7 @@ HEADS = ("lm_head.weight", "output.weight")
 PACKED_NUMBERS = {"I32": 8, "U8": 2}
 """Numbers of 4 bits in an element of a packed matrix, by safetensors' name of its type."""
 PLAIN_KINDS = ("F64", "F32", "F16", "BF16")
+BYTE_KINDS = ("F8_E4M3", "I8")
 PACKED_ENDINGS = ("qweight", "weight_packed", "blocks")
 BITS_OF_8, BITS_OF_4 = 34 / 32, 18 / 32
 """Bytes of a number in Q8_0 and Q4_0."""
@@ -116,11 +117,8 @@ def describe_formats(folder: Path, instructions: str, quantization: str = "none"
         if tensor.packed:
             counts[tensor.kind, f"packed, by {instructions}" if instructions else "unpacked"] += 1
         elif tensor.kind in PLAIN_KINDS:
-            made = (
-                f"as {quantization}, by {instructions}"
-                if instructions and quantization in ("q4", "q8")
-                else "as numbers"
-            )
+            rounded = quantization in ("q4", "q8") or (quantization == "int8" and not tensor.name.endswith(EMBEDDINGS))
+            made = f"as {quantization}, by {instructions}" if instructions and rounded else "as numbers"
             counts[tensor.kind, made] += 1
         else:
             counts[tensor.kind, "unpacked"] += 1
@@ -160,7 +158,8 @@ def _stored_tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
     shape, dtype, (begin, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
     packed = name.endswith(PACKED_ENDINGS) and dtype in PACKED_NUMBERS
     numbers = math.prod(shape) * (PACKED_NUMBERS[dtype] if packed else 1)
-    return StoredTensor(name, dtype, end - begin, numbers, len(shape) > 1, packed)
+    in_bytes = dtype in BYTE_KINDS and len(shape) == 2 and shape[1] % 32 == 0
+    return StoredTensor(name, dtype, end - begin, numbers, len(shape) > 1, packed or in_bytes)
 
 
 def activation_bytes(hidden: int, inter: int, vocabulary: int, rows: int) -> int:

@@ -1,9 +1,8 @@
-"""Quantized checkpoints: matrices of four bits stay packed where a back end multiplies them, others are dequantized.
+"""Quantized checkpoints: matrices stay packed where a back end multiplies them, others are dequantized.
 
 Dequantizing costs the memory of an unquantized model and is exact: no rounding is added to what the file says. Read are
-fp8
-(one scale a tensor, a row or a block; DeepSeek-V3, arXiv 2412.19437), GPTQ (Frantar et al. 2022, arXiv 2210.17323), AWQ
-(Lin et al. 2023, arXiv 2306.00978), and compressed-tensors with fp8, int8 and packed integers.
+fp8 (one scale a tensor, a row or a block; DeepSeek-V3, arXiv 2412.19437), GPTQ (Frantar et al. 2022, arXiv 2210.17323),
+AWQ (Lin et al. 2023, arXiv 2306.00978), and compressed-tensors with fp8, int8 and packed integers.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.formats.byte_groups import byte_rows, format_of_bytes
 from tokenyard.executor.formats.int4_groups import format_of_groups, input_order, int4_rows
 from tokenyard.executor.formats.packed import PackedBytes, PackedRows
 from tokenyard.executor.formats.unpacked import UnpackedMatrices
@@ -30,7 +30,8 @@ FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.
 class QuantizedWeights:
     """A checkpoint whose matrices are quantized as its config says; tensors without such parts are handed out as usual.
 
-    See PackedSource: of AWQ, GPTQ and compressed-tensors, matrices of four bits in groups of whole blocks stay packed.
+    See PackedSource: matrices of four bits (AWQ, GPTQ, compressed-tensors) and of fp8 or int8 without zero points (fp8,
+    compressed-tensors) stay packed where their groups are whole blocks.
 
     quantization: the `quantization_config` of config.json.
     unpacked: takes what is dequantized.
@@ -46,12 +47,46 @@ class QuantizedWeights:
         self._unpacked = unpacked or UnpackedMatrices()
         self._decode, self._names = _decoder(quantization)
         self._int4 = _int4_reader(quantization)
+        self._block = quantization.get("weight_block_size") or (128, 128)
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
         """See PackedSource."""
-        prefix, dot, last = name.rpartition(".")
-        if self._int4 is None or last != "weight":
+        if not name.endswith(".weight"):
             return None
+        return self._packed_bytes(name, shape) if self._int4 is None else self._packed_int4(name, shape)
+
+    def _packed_bytes(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
+        prefix = name.removesuffix("weight")
+        stored = self._source.stored_kind(name)
+        small = self._source.parts(prefix, [part for part in self._names if part != "weight"])
+        scales = small.get("weight_scale_inv", small.get("weight_scale"))
+        if stored is None or stored[1] != shape or scales is None or len(small) > 1:
+            return None
+        outputs, inputs = shape
+        by_block = "weight_scale_inv" in small and scales.numel() > 1
+        group = self._block[1] if by_block else inputs
+        form = format_of_bytes(stored[0], inputs, group)
+        if form is None:
+            return None
+        wanted, found = form, scales
+
+        def read() -> PackedBytes:
+            own = self._source.parts(prefix, self._names)
+            try:
+                if by_block:
+                    rows = found.repeat_interleave(self._block[0], 0)[:outputs]
+                    spread = rows.repeat_interleave(group // wanted.inputs, 1)[:, : inputs // wanted.inputs]
+                else:
+                    spread = _per_row(found).reshape(-1, 1)
+                return byte_rows(own["weight"], spread, wanted)
+            except (RuntimeError, ValueError) as error:
+                raise ConfigError(_misfit(name, shape, own, error)) from error
+
+        return PackedRows(form, shape, read)
+
+    def _packed_int4(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
+        prefix, dot, _ = name.rpartition(".")
+        assert self._int4 is not None
         small = self._source.parts(prefix + dot, [part for part in self._names if part in SMALL_PARTS])
         scales = small.get("scales", small.get("weight_scale"))
         if scales is None or scales.ndim != 2:

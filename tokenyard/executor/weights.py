@@ -137,6 +137,13 @@ class SafetensorsWeights:
         """Return those of the tensors `prefix + name` that there are, by name, as the file has them."""
         return {name: self._read(prefix + name) for name in names if prefix + name in self._file_of}
 
+    def stored_kind(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Return the file's name of a tensor's type, and its shape, without reading it; None where there is none."""
+        if name not in self._file_of:
+            return None
+        found = self._files[self._file_of[name]].get_slice(self._stored[name])
+        return found.get_dtype(), tuple(found.get_shape())
+
     def convert(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the model's device and in its dtype."""
         return tensor.to(device=self._device, dtype=self._dtype)

@@ -10,17 +10,16 @@
 namespace {
 
 const int INPUTS = 256, OUTPUTS = 50, BLOCK = 32;
-const int BYTES[TY_FORMATS] = {0, 0, 144, 272, 144, 210, 160, 176, 192, 176, 144, 136, 136, 168, 138};  // of 256 inputs
+// Bytes of 256 inputs, and of a block.
+const int BYTES[TY_FORMATS] = {0, 0, 144, 272, 144, 210, 160, 176, 192, 176, 144, 136, 136, 168, 138, 288, 264, 288, 264};
+const int BLOCK_BYTES[TY_FORMATS] = {0, 0, 18, 34, 144, 210, 20, 22, 24, 176, 18, 136, 17, 21, 69, 36, 132, 36, 132};
 
 uint32_t state = 1;
 uint32_t draw() { return state = state * 1664525u + 1013904223u; }
 
 // Bits of any kind, with scales that are small numbers.
 std::vector<uint8_t> random_rows(int format) {
-    const int scale_at[TY_FORMATS] = {0, 0, 0, 0, 0, 208, 0, 0, 0, 0, 0, 0, -1, -1, -1};
-    const int size = format == TY_MXFP4 ? 17 : format == TY_INT4_32 ? 21 : format == TY_INT4_128 ? 69
-                     : BYTES[format] / (format == TY_Q4_K || format == TY_Q5_K || format == TY_Q6_K ||
-                                        format == TY_IQ4_XS ? 1 : INPUTS / BLOCK);
+    const int size = BLOCK_BYTES[format];
     std::vector<uint8_t> rows((size_t)(OUTPUTS * BYTES[format]));
     for (uint8_t &byte : rows)
         byte = (uint8_t)(draw() >> 24);
@@ -30,10 +29,10 @@ std::vector<uint8_t> random_rows(int format) {
         const float number = 0.001f * (float)(1 + (draw() >> 28));
         if (format == TY_MXFP4)
             block[0] = (uint8_t)(118 + (draw() >> 30));
-        else if (format == TY_INT4_32 || format == TY_INT4_128)
+        else if (format >= TY_INT4_32)
             __builtin_memcpy(block, &number, 4);
         else
-            __builtin_memcpy(block + scale_at[format], &half, 2);
+            __builtin_memcpy(block + (format == TY_Q6_K ? 208 : 0), &half, 2);
         if (format == TY_Q4_1 || format == TY_Q5_1 || format == TY_Q4_K || format == TY_Q5_K)
             __builtin_memcpy(block + 2, &half, 2);
     }

@@ -39,6 +39,10 @@ FORMATS = {
         WeightFormat("MXFP4", 12, 32, 17),
         WeightFormat("INT4_32", 13, 32, 21),
         WeightFormat("INT4_128", 14, 128, 69),
+        WeightFormat("INT8_32", 15, 32, 36),
+        WeightFormat("INT8_128", 16, 128, 132),
+        WeightFormat("FP8_32", 17, 32, 36),
+        WeightFormat("FP8_128", 18, 128, 132),
     )
 }
 """By name."""

@@ -8,10 +8,11 @@
 
 enum { TY_BF16, TY_FLOAT32 };
 // What weights of products are: as they are stored, rounded to int8 as they are laid out, or packed as in GGUF files; the
-// last two are groups of 32 or 128 numbers with a zero point. See formats.h.
+// last six are groups of 32 or 128 numbers: of four bits with a zero point, signed bytes, floats of eight bits (E4M3). See
+// formats.h.
 enum {
     TY_STORED, TY_INT8, TY_Q4_0, TY_Q8_0, TY_Q4_K, TY_Q6_K, TY_Q4_1, TY_Q5_0, TY_Q5_1, TY_Q5_K, TY_IQ4_NL, TY_IQ4_XS,
-    TY_MXFP4, TY_INT4_32, TY_INT4_128, TY_FORMATS
+    TY_MXFP4, TY_INT4_32, TY_INT4_128, TY_INT8_32, TY_INT8_128, TY_FP8_32, TY_FP8_128, TY_FORMATS
 };
 // Keys and values in the pool: in the dtype, or bytes with a float for each head of a token behind its numbers.
 enum { TY_KV_STORED, TY_KV_INT8, TY_KV_E4M3, TY_KV_E5M2, TY_KV_FORMATS };

@@ -20,6 +20,21 @@ void unpack(const void *table, const int64_t *ids, float scale, float *x, int64_
     }
 }
 
+template <class F>
+void unpack_floats(const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size) {
+    for (int64_t r = 0; r < rows; r++) {
+        const uint8_t *raw = (const uint8_t *)table + ids[r] * raw_row_bytes<F>(size);
+        for (int64_t k = 0; k < size; k += F::INPUTS, raw += F::BYTES) {
+            float times;
+            memcpy(&times, raw, 4);
+            for (int i = 0; i < F::INPUTS; i++) {
+                const uint16_t half = half_of_e4m3(raw[4 + i]);
+                *x++ = half_to_float((const uint8_t *)&half) * 256.0f * times * scale;
+            }
+        }
+    }
+}
+
 }  // namespace
 
 void unpack_rows(int format, const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size) {
@@ -37,6 +52,10 @@ void unpack_rows(int format, const void *table, const int64_t *ids, float scale,
     case TY_MXFP4: return unpack<MXFP4>(table, ids, scale, x, rows, size);
     case TY_INT4_32: return unpack<INT4_32>(table, ids, scale, x, rows, size);
     case TY_INT4_128: return unpack<INT4_128>(table, ids, scale, x, rows, size);
+    case TY_INT8_32: return unpack<INT8_32>(table, ids, scale, x, rows, size);
+    case TY_INT8_128: return unpack<INT8_128>(table, ids, scale, x, rows, size);
+    case TY_FP8_32: return unpack_floats<FP8_32>(table, ids, scale, x, rows, size);
+    case TY_FP8_128: return unpack_floats<FP8_128>(table, ids, scale, x, rows, size);
     default: return;
     }
 }

@@ -189,6 +189,32 @@ struct Grouped : Format<inputs, 5 + inputs / 2, 4, 0, true> {
 typedef Grouped<32> INT4_32;
 typedef Grouped<128> INT4_128;
 
+// Groups of signed bytes with a float scale.
+template <int inputs>
+struct SignedBytes : Format<inputs, 4 + inputs, 8, 128> {
+    static inline uint8_t code(const uint8_t *raw, int i) { return raw[4 + i] ^ 0x80; }
+    static inline float scale(const uint8_t *raw, int) {
+        float found;
+        memcpy(&found, raw, 4);
+        return found;
+    }
+};
+
+typedef SignedBytes<32> INT8_32;
+typedef SignedBytes<128> INT8_128;
+
+// Groups of floats of eight bits (OCP E4M3, none of which is NaN) with a float scale.
+template <int inputs>
+struct Floats8 {
+    static constexpr int INPUTS = inputs, BYTES = 4 + inputs;
+};
+
+typedef Floats8<32> FP8_32;
+typedef Floats8<128> FP8_128;
+
+// The float16 with the bits of an E4M3 number, which is 2 ** -8 times it.
+static inline uint16_t half_of_e4m3(uint8_t bits) { return (uint16_t)((bits & 0x80u) << 8 | (bits & 0x7fu) << 7); }
+
 template <class F>
 static constexpr int64_t raw_row_bytes(int64_t inputs) {
     return inputs / F::INPUTS * F::BYTES;

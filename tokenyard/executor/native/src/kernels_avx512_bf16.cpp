@@ -16,6 +16,7 @@
 #include "lora.inc"
 #include "bytes.inc"
 #include "blocks.inc"
+#include "fp8.inc"
 #include "draw.inc"
 #include "kv_bytes.inc"
 #include "rows.inc"

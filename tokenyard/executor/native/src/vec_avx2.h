@@ -32,6 +32,11 @@ inline void vstore(float *p, Vec x) { _mm256_storeu_ps(p, x); }
 inline void vstore(float *p, Vec x, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
 
 inline Vec vload_half(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+// Numbers of E4M3, times 2 ** -8: their sign and further bits where float16 has them.
+inline Vec vload_e4m3(const uint8_t *p) {
+    const __m128i high = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p)), 8);
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16((int16_t)0xbfff)));
+}
 inline Vec vload_u8(const uint8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }

@@ -30,6 +30,12 @@ inline Vec vload(const T *p) { TY_EACH(to_float(p[i])); }
 template <class T>
 inline Vec vload(const T *p, int n) { TY_EACH(i < n ? to_float(p[i]) : 0.0f); }
 inline Vec vload_half(const void *p) { TY_EACH(half_to_float((const uint8_t *)p + 2 * i)); }
+inline Vec vload_e4m3(const uint8_t *p) {
+    uint16_t halves[W];
+    for (int i = 0; i < W; i++)
+        halves[i] = half_of_e4m3(p[i]);
+    return vload_half(halves);
+}
 inline Vec vload_power(const uint8_t *p) { TY_EACH(power_of_two(p[i])); }
 inline Vec vload_u8(const uint8_t *p) { TY_EACH((float)p[i]); }
 inline Vec vload_s8(const int8_t *p) { TY_EACH((float)p[i]); }
