@@ -37,16 +37,10 @@ def test_engines_are_replaced_one_by_one_under_load(tmp_path):
     answers, done = {}, asyncio.Event()
 
     async def one_client(number):
-        asked = {
-            "prompt": f"Client {number}",
-            "temperature": 0,
-            "max_tokens": TOKENS,
-            "extra_body": {"ignore_eos": True},
-        }
+        asked = {"prompt": f"Client {number}", "temperature": 0, "max_tokens": TOKENS}
+        whole = {"ignore_eos": True}
         while not done.is_set():
-            stream = await client.completions.create(
-                model="default", stream=True, extra_body={"ignore_eos": True}, **asked
-            )
+            stream = await client.completions.create(model="default", stream=True, extra_body=whole, **asked)
             text = "".join([piece.choices[0].text async for piece in stream if piece.choices])
             answers.setdefault(number, []).append(text)
 
