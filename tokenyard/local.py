@@ -4,7 +4,6 @@ A request takes the same path through the application whether it comes over HTTP
 """
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager
@@ -13,38 +12,10 @@ from typing import Any
 import orjson
 
 from tokenyard import lang
-from tokenyard.base import Slo
-from tokenyard.base.cross_site import is_loopback
-from tokenyard.config import Settings
-from tokenyard.engine.frontend.input_processor import ns_from_ms
-from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
 from tokenyard.offline import LLM
-from tokenyard.policy.registry import POLICIES
 from tokenyard.server.http.app import create_app
-from tokenyard.server.parse.detect import named
-from tokenyard.server.state import ServerOptions, ServerState
-
-
-def server_options(settings: Settings) -> ServerOptions:
-    """The HTTP side's part of the settings."""
-    shared = {item.name for item in dataclasses.fields(ServerOptions)}
-    values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings) if item.name in shared}
-    if settings.tool_call_parser:
-        named(settings.tool_call_parser)
-    return ServerOptions(
-        model_name=settings.model_name,
-        model_aliases=settings.served_model_name[1:],
-        max_body_bytes=int(settings.max_body_mb * 1_000_000),
-        loopback_only=not settings.uds and is_loopback(settings.host),
-        info=settings.public(),
-        policies=[*POLICIES, "priority"],
-        default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),
-        class_targets={
-            name: Slo(ns_from_ms(targets.ttft_ms, name), ns_from_ms(targets.tpot_ms, name))
-            for name, targets in settings.slo_classes.items()
-        },
-        **values,
-    )
+from tokenyard.server.state import ServerState
+from tokenyard.wiring import server_options
 
 
 class LocalApi:

@@ -7,18 +7,23 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tokenyard.base import ConfigError
+from tokenyard.base import ConfigError, Slo
+from tokenyard.base.cross_site import is_loopback
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
 from tokenyard.config.rules import split_address
+from tokenyard.engine.frontend.input_processor import ns_from_ms
 from tokenyard.engine.frontend.lora_registry import parse_adapters
+from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.processes.engine_config import DisaggConfig, EngineConfig, KvStoreConfig, NodesConfig
 from tokenyard.engine.scheduler_process.build_scheduler import load_prior
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.lora_config import read_lora_config
 from tokenyard.policy.eviction_value import load_eviction_value
 from tokenyard.policy.priority_function import load_priority_function
-from tokenyard.policy.registry import create_policy
+from tokenyard.policy.registry import POLICIES, create_policy
+from tokenyard.server.parse.detect import named
+from tokenyard.server.state import ServerOptions
 
 MAX_CONTEXT_TOKENS = 1 << 20
 TEST_NET = "192.0.2.1"
@@ -39,6 +44,28 @@ def with_model_folder(settings: Settings) -> Settings:
         raise ConfigError(f"there is no config.json in {found}; give the folder of a Hugging Face checkpoint")
     folder = str(found)
     return replace(chosen, model_path=folder, tokenizer_path=folder if own_tokenizer else chosen.tokenizer_path)
+
+
+def server_options(settings: Settings) -> ServerOptions:
+    """The HTTP side's part of the settings."""
+    shared = {item.name for item in fields(ServerOptions)}
+    values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name in shared}
+    if settings.tool_call_parser:
+        named(settings.tool_call_parser)
+    return ServerOptions(
+        model_name=settings.model_name,
+        model_aliases=settings.served_model_name[1:],
+        max_body_bytes=int(settings.max_body_mb * 1_000_000),
+        loopback_only=not settings.uds and is_loopback(settings.host),
+        info=settings.public(),
+        policies=[*POLICIES, "priority"],
+        default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),
+        class_targets={
+            name: Slo(ns_from_ms(targets.ttft_ms, name), ns_from_ms(targets.tpot_ms, name))
+            for name, targets in settings.slo_classes.items()
+        },
+        **values,
+    )
 
 
 def engine_config(settings: Settings) -> EngineConfig:

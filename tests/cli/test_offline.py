@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from tokenyard import LLM, SamplingParams
-from tokenyard.base import ConfigError, EngineDeadError, InvalidRequestError
+from tokenyard.base import NS_PER_S, ConfigError, EngineDeadError, InvalidRequestError, SessionEnded, Submit, TurnEnded
 from tokenyard.config import DEMO_MODEL
 from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.text.chat_template import load_chat_template
@@ -95,8 +96,104 @@ def test_wrong_requests_are_refused(llm):
         llm.generate("a", SamplingParams(max_new_tokens="many"))
     with pytest.raises(InvalidRequestError, match="logit_bias names a token outside"):
         llm.generate("a", SamplingParams(logit_bias={10**6: 1.0}))
-    with pytest.raises(InvalidRequestError, match="not dict"):
-        llm.generate("a", {"max_new_tokens": 3})
+    with pytest.raises(InvalidRequestError, match="not int"):
+        llm.generate("a", 3)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM(device="cpu", max_total_tokens=2048, threads=1) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"json_schema": SCHEMA}, r'\{\s*"a"\s*:\s*"[xy]"\s*\}'),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, r'\{\s*"a"\s*:\s*"[xy]"\s*\}'),
+        ({"response_format": {"type": "json_object"}}, r"\{(.|\s)*"),
+        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"ebnf": 'root ::= "ab" | "cd"'}, "ab|cd"),
+        ({"logit_bias": {"100": 100.0}}, r"(.)\1*"),
+    ],
+)
+def test_answers_keep_to_the_constraints_of_http_bodies(demo, fields, pattern):
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    by_name = demo.generate("Tell me", params, **fields)[0].text
+    assert re.fullmatch(pattern, by_name)
+    assert demo.generate("Tell me", {"max_new_tokens": 40, "temperature": 0.0, **fields})[0].text == by_name
+    assert (
+        demo.generate("Tell me", replace(SamplingParams(**fields), max_new_tokens=40, temperature=0.0))[0].text
+        == by_name
+    )
+
+
+def test_a_forced_call_is_a_message(demo):
+    answer = demo.chat(HI, tools=[STRICT], tool_choice="required", parallel_tool_calls=False, max_tokens=60, seed=0)[0]
+    [call] = answer.completions[0].message["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["a"] in "xy"
+    assert demo.chat(HI, max_tokens=2)[0].completions[0].message is None
+
+
+def test_vectors_scores_and_logprobs(demo):
+    vectors = demo.embed(["a fox", "a dog"], dimensions=3)
+    assert vectors.shape == (2, 3)
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1.0)
+    assert demo.score("a fox", ["a fox", "a dog"])[0] == pytest.approx(1.0)
+    [labels] = demo.score("It is ", "true", label_token_ids=[10, 11], apply_softmax=True)
+    assert sum(labels) == pytest.approx(1.0)
+    [entry, _] = demo.generate("a fox", max_tokens=2, temperature=0.0, logprobs=2)[0].completions[0].logprobs
+    assert entry.token == entry.top_tokens[0]
+    assert len(entry.top_tokens) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [STRICT]}, "tools need a conversation"),
+        ({"json_schema": "{"}, "json_schema is not valid JSON"),
+        ({"regex": "a", "json_schema": SCHEMA}, "exclude each other"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos cannot go with a grammar"),
+        ({"bad_words": ["x"]}, "bad_words is not supported"),
+        ({"session_id": 7}, "session_id: expected str"),
+        ({"priority": [1, 2]}, "2 entries of priority for 1 prompts"),
+        ({"logprobs": 99}, "logprobs must be between 0 and 20"),
+    ],
+)
+def test_wrong_fields_are_refused_as_over_http(llm, fields, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        llm.generate("x", max_tokens=2, **fields)
+
+
+def test_turns_of_a_session_are_known_to_the_engine(tmp_path):
+    tape = tmp_path / "sessions.tape"
+    with LLM(executor="mock", mock_step_ms=0.0, record=str(tape)) as recorded:
+        recorded.generate(["a", "b"], max_tokens=2, session_id=["s", "t"], priority=[1, 2], rid="r", tenant="me")
+        talk = [*HI, {"role": "assistant", "content": "Yes"}, *HI]
+        recorded.chat(talk, max_tokens=2, prompt_cache_key="u", prompt_cache_retention="5m", use_tqdm=True)
+        recorded.close_session("s", "me")
+        recorded.generate("later than the events before it", max_tokens=1)
+    events = [record.body for record in Tape(tape.read_bytes(), "a").records()]
+    submitted = [event.request for event in events if isinstance(event, Submit)]
+    assert [(one.turn, one.priority) for one in submitted[:3]] == [(0, 1), (0, 2), (1, None)]
+    # A tape has digests of names.
+    sessions = [(one.tenant, one.session) for one in submitted[:3]]
+    assert len(set(sessions)) == 3
+    assert all(session for _, session in sessions)
+    ended = {(event.tenant, event.session): event for event in events if isinstance(event, TurnEnded)}
+    assert [(ended[name].kind, ended[name].ttl_ns) for name in sessions] == [
+        ("user", -1),
+        ("user", -1),
+        ("user", 300 * NS_PER_S),
+    ]
+    [closed] = [event for event in events if isinstance(event, SessionEnded)]
+    assert (closed.tenant, closed.session) == sessions[0]
 
 
 def test_equal_prompts_differ_where_they_are_sampled_and_a_seed_makes_them_equal(llm):

@@ -7,27 +7,21 @@ from concurrent.futures import Future
 import pytest
 from rich.console import Console
 
-from tokenyard.cli import progress
+from tokenyard import progress
 
 
-class FakeLLM:
+class FakeEngine:
     """An engine that has made ten more tokens at each look, and ends its answer after the fifth."""
 
     def __init__(self, answer, outcome):
-        self.manager = self
         self.looks = 0
         self.answer, self.outcome = answer, outcome
 
-    def snapshot(self):
-        return {"counters": {"generated_tokens": 10 * self.looks}}
-
-    def run(self, snapshot):
+    def generated_tokens(self):
         self.looks += 1
         if self.looks == 5:
             threading.Thread(target=self.outcome, args=(self.answer,)).start()
-        answered = Future()
-        answered.set_result(snapshot)
-        return answered
+        return 10 * self.looks
 
 
 @pytest.fixture
@@ -40,7 +34,8 @@ def terminal(monkeypatch):
 
 def test_tokens_are_counted_while_the_first_answer_comes(terminal):
     answer = Future()
-    assert progress.follow(FakeLLM(answer, lambda one: one.set_result("text")), [answer]) == ["text"]
+    engine = FakeEngine(answer, lambda one: one.set_result("text"))
+    assert progress.follow([answer], engine.generated_tokens) == ["text"]
     before_the_end = [line for line in terminal.getvalue().replace("\r", "\n").splitlines() if "0/1" in line]
     assert "tokens/s" in terminal.getvalue()
     assert before_the_end
@@ -48,14 +43,15 @@ def test_tokens_are_counted_while_the_first_answer_comes(terminal):
 
 def test_a_failed_answer_is_raised(terminal):
     answer = Future()
+    engine = FakeEngine(answer, lambda one: one.set_exception(ValueError("not today")))
     with pytest.raises(ValueError, match="not today"):
-        progress.follow(FakeLLM(answer, lambda one: one.set_exception(ValueError("not today"))), [answer])
+        progress.follow([answer], engine.generated_tokens)
 
 
 def test_nothing_is_polled_without_a_terminal(monkeypatch):
     monkeypatch.setattr(progress, "Console", lambda **_: Console(file=io.StringIO()))
     answer = Future()
     answer.set_result("text")
-    llm = FakeLLM(answer, None)
-    assert progress.follow(llm, [answer]) == ["text"]
-    assert llm.looks == 0
+    engine = FakeEngine(answer, None)
+    assert progress.follow([answer], engine.generated_tokens) == ["text"]
+    assert engine.looks == 0

@@ -21,12 +21,11 @@ from tokenyard.engine.processes.launch import load_tokenizer_and_template
 from tokenyard.engine.processes.messages import Fence
 from tokenyard.engine.scheduler_process.health.liveness import HEARTBEAT_INTERVAL_S
 from tokenyard.engine.scheduler_process.scheduler_loop import SchedulerLoop
-from tokenyard.local import server_options
 from tokenyard.routing.balance import RankBalancer
 from tokenyard.server.http.connections import ConnectionLimits
 from tokenyard.server.http.server import DrainingServer
 from tokenyard.server.state import ServerState
-from tokenyard.wiring import engine_config, with_model_folder
+from tokenyard.wiring import engine_config, server_options, with_model_folder
 
 MODEL = str(DEMO_TOKENIZER.parent)
 PORT = 30000

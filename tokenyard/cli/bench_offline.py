@@ -10,9 +10,9 @@ from tokenyard.bench.datasets import DatasetRow
 from tokenyard.bench.table import append_line, offline_table
 from tokenyard.cli.bench_prompts import make_prompts
 from tokenyard.cli.flags import resolve
-from tokenyard.cli.progress import follow
 from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.offline import LLM
+from tokenyard.progress import follow
 
 
 def bench_offline(args: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def bench_offline(args: argparse.Namespace) -> int:
         contents = [_plain_content(prompt) for prompt in prompts]
         params = [SamplingParams(max_new_tokens=p.output_tokens, temperature=0.0, ignore_eos=True) for p in prompts]
         begin = time.perf_counter()
-        answers = follow(llm, llm.submit(contents, params))
+        answers = follow(llm.submit(contents, params), llm.generated_tokens)
         seconds = time.perf_counter() - begin
     inputs = sum(answer.prompt_tokens for answer in answers)
     outputs = sum(len(completion.token_ids) for answer in answers for completion in answer.completions)

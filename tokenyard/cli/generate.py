@@ -14,9 +14,9 @@ from tokenyard.base import ConfigError, SamplingParams
 from tokenyard.cli.answer_file import AnswerFile
 from tokenyard.cli.batch import BatchLine, answer_batch, check_batch_line, check_ids, is_batch_line
 from tokenyard.cli.flags import resolve
-from tokenyard.cli.progress import follow
 from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.offline import LLM, Generation, Prompt
+from tokenyard.progress import follow
 
 Conversation = list[dict[str, Any]]
 
@@ -67,11 +67,11 @@ def _answer_prompts(
     places = output.missing if isinstance(output, AnswerFile) else list(range(len(inputs)))
     futures = llm.submit([_prompt(llm, inputs[place], raw=raw) for place in places], sampling)
     if not isinstance(output, AnswerFile):
-        _write(inputs, follow(llm, futures), output)
+        _write(inputs, follow(futures, llm.generated_tokens), output)
         return
     for place, future in zip(places, futures, strict=True):
         future.add_done_callback(partial(_keep, output, place, inputs[place]))
-    follow(llm, futures)
+    follow(futures, llm.generated_tokens)
     # A future wakes those that wait for it before it calls back.
     for place, future in zip(places, futures, strict=True):
         if place not in output.answers:

@@ -25,12 +25,11 @@ from tokenyard.config import Settings
 from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.processes.logs import set_up_logging
-from tokenyard.local import server_options
 from tokenyard.server.http.connections import ConnectionLimits
 from tokenyard.server.http.server import DrainingServer, listen, listen_at_path
 from tokenyard.server.metrics.tracing import open_tracing
 from tokenyard.server.state import ServerState
-from tokenyard.wiring import engine_config, with_model_folder
+from tokenyard.wiring import engine_config, server_options, with_model_folder
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,42 @@ class SloFields:
 
 
 @dataclass(kw_only=True)
-class SamplingFields:
+class ConstraintFields:
+    """What an answer must look like, in SGLang's names."""
+
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class StructuredOutputFields:
+    """The same in the names of the OpenAI API and vLLM, new and old."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+@dataclass(kw_only=True)
+class TemplateFields:
+    """What a chat template shows beside the messages, and which tools the answer may call."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class SamplingFields(ConstraintFields):
     """How tokens are chosen; the names that the OpenAI API, SGLang and vLLM share."""
 
     temperature: float | None = None
@@ -70,10 +105,6 @@ class SamplingFields:
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: str | dict[str, Any] | None = None
-    structural_tag: str | dict[str, Any] | None = None
     stop_regex: str | list[str] | None = None
     custom_params: dict[str, Any] | None = None
 
@@ -173,6 +204,7 @@ class ContinuationFields:
 @dataclass(kw_only=True)
 class OpenAIFields(
     SamplingFields,
+    StructuredOutputFields,
     SchedulingFields,
     SessionFields,
     DisaggFields,
@@ -190,32 +222,19 @@ class OpenAIFields(
     include_stop_str_in_output: bool | None = None
     return_x_sched: bool | None = None
     request_id: str | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     prediction: dict[str, Any] | None = None
 
 
 @dataclass(kw_only=True)
-class ChatRequest(OpenAIFields):
+class ChatRequest(OpenAIFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     function_call: str | dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
     modalities: list[str] | None = None
-    reasoning_effort: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 @dataclass(kw_only=True)
@@ -467,6 +486,11 @@ def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
     if not isinstance(content, dict):
         raise InvalidRequestError("the body must be a JSON object")
     _check_unknown_fields(content, kind, strict)
+    return from_fields(content, kind)
+
+
+def from_fields(content: dict[str, Any], kind: type[T]) -> T:
+    """A body's fields as a `kind`. Raises InvalidRequestError saying what is wrong and in which field."""
     _check_entries(content)
     sampling = content.get("sampling_params")
     for part in sampling if isinstance(sampling, list) else [sampling]:

@@ -77,10 +77,10 @@ def _read(call: "RequestContext") -> Turn:
     wants = found.return_cached_tokens_details is True or call.headers.get(DETAILS_HEADER) in ("1", "true")
     if not session:
         return Turn(wants_details=wants)
-    return Turn(session, turn_of(call.messages), _ttl_ns(call.body, found.prompt_cache_retention), wants)
+    return Turn(session, turn_of(call.messages), ttl_ns(call.body, found.prompt_cache_retention), wants)
 
 
-def _ttl_ns(body: bytes, retention: Any) -> int:
+def ttl_ns(body: bytes, retention: Any) -> int:
     """How long a request asks for its KV to be kept: the longest of its cache markers, or `prompt_cache_retention`.
 
     Quotes within a JSON string are escaped, so text that looks like a marker is none.

@@ -1,15 +1,16 @@
 """`POST /v1/score`: the probability of given tokens after each of several texts (SGLang's scoring API)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
 
-from tokenyard.base import Int32Array, InvalidRequestError, LogprobOptions, SamplingParams
+from tokenyard.base import Int32Array, InvalidRequestError, LogprobOptions, SamplingParams, TokenLogprobs
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
-from tokenyard.server.http.generate import CompletionOutput, RequestContext, collect, usage_of
+from tokenyard.server.http.generate import RequestContext, collect, usage_of
 from tokenyard.server.openai.sampling_fields import new_generate_input
 from tokenyard.server.prompts import token_ids
 from tokenyard.server.protocol import SchedulingFields, parse_body
@@ -49,7 +50,8 @@ async def score(call: RequestContext) -> None:
     for spec in specs:
         spec.lora = adapter
     answers = await collect(call, specs, 1)
-    scores = [_scores(answer, len(body.label_token_ids), softmax=bool(body.apply_softmax)) for answer in answers]
+    count, softmax = len(body.label_token_ids), bool(body.apply_softmax)
+    scores = [label_scores(answer.logprobs, count, softmax=softmax) for answer in answers]
     for answer in answers:
         answer.completion_tokens = 0
     content = {
@@ -85,11 +87,10 @@ async def _prompt(call: RequestContext, body: ScoreRequest, item: Any) -> Int32A
     return np.concatenate(parts[::-1] if body.item_first else parts)
 
 
-def _scores(answer: CompletionOutput, count: int, *, softmax: bool) -> list[float]:
-    """Probabilities of the label tokens; with `softmax` they add up to 1."""
-    if not answer.logprobs:
+def label_scores(logprobs: Sequence[TokenLogprobs], count: int, *, softmax: bool) -> list[float]:
+    """Probabilities of the `count` label tokens; with `softmax` they add up to 1."""
+    if not logprobs:
         return [0.0] * count
-    logprobs = answer.logprobs[-1].top_logprobs[-count:]
-    values = [math.exp(logprob) for logprob in logprobs]
+    values = [math.exp(logprob) for logprob in logprobs[-1].top_logprobs[-count:]]
     total = sum(values)
     return [value / total for value in values] if softmax and total > 0 else values

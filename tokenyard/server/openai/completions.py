@@ -121,7 +121,7 @@ async def prepare_chat(call: RequestContext, body: ChatRequest) -> PreparedReque
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = _logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
+    logprobs = logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
     given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     check_max_tokens(given, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens", least=1)
     use = tool_use(body)
@@ -154,7 +154,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> P
     _check_completion(body)
     logprobs = None
     if body.logprobs is not None:
-        logprobs = _logprob_options(body.logprobs, "logprobs", 0 if body.echo else -1)
+        logprobs = logprob_options(body.logprobs, "logprobs", 0 if body.echo else -1)
     # The engine always samples a token; an echo alone asks for one and leaves it out.
     most = 1 if body.max_tokens == 0 else body.max_tokens
     prompts = await completion_prompts(call, body)
@@ -186,7 +186,7 @@ def _check_completion(body: CompletionRequest) -> None:
     check_max_tokens(body.max_tokens, "max_tokens", least=0 if body.echo else 1)
 
 
-def _logprob_options(top: int, param: str, prompt_from: int) -> LogprobOptions:
+def logprob_options(top: int, param: str, prompt_from: int) -> LogprobOptions:
     """Logprob options with `top` alternatives. Raises InvalidRequestError if that is too many."""
     if not 0 <= top <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"{param} must be between 0 and {MAX_TOP_LOGPROBS}", param=param)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tokenyard.base import Int32Array, InvalidRequestError, SamplingParams, TokenyardError
+from tokenyard.base import Finish, Int32Array, InvalidRequestError, Pooling, SamplingParams, TokenyardError
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
-from tokenyard.server.http.generate import CompletionOutput, RequestContext, collect
+from tokenyard.server.http.generate import RequestContext, collect
 from tokenyard.server.openai.sampling_fields import new_generate_input
 from tokenyard.server.prompts import split_prompts
 from tokenyard.server.protocol import SchedulingFields, parse_body
@@ -70,7 +70,7 @@ async def embeddings(call: RequestContext) -> None:
     if body.encoding_format not in (None, "float", "base64"):
         raise InvalidRequestError("encoding_format must be float or base64", param="encoding_format")
     vectors, tokens = await _vectors(call, body, adapter, split_prompts(call, body.input, "input"))
-    vectors = _shortened(vectors, body.dimensions)
+    vectors = shortened(vectors, body.dimensions)
     if body.encoding_format == "base64":
         shown: list[Any] = [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
     else:
@@ -117,7 +117,7 @@ async def ollama_embed(call: RequestContext) -> None:
     vectors, tokens = await _vectors(call, body, adapter, split_prompts(call, body.input, "input"))
     content = {
         "model": body.model or call.state.options.model_name,
-        "embeddings": _shortened(vectors, body.dimensions).tolist(),
+        "embeddings": shortened(vectors, body.dimensions).tolist(),
         "total_duration": time.monotonic_ns() - began_ns,
         "load_duration": 0,
         "prompt_eval_count": tokens,
@@ -133,23 +133,14 @@ async def _vectors(
     for spec in specs:
         spec.lora = adapter
     answers = await collect(call, specs, 1)
-    vectors = np.stack([_vector(answer) for answer in answers])
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = np.asarray(vectors / np.where(lengths > 0.0, lengths, 1.0), dtype=np.float32)
-    return unit, sum(answer.prompt_tokens for answer in answers)
+    return unit_vectors([answer.finish for answer in answers]), sum(answer.prompt_tokens for answer in answers)
 
 
 def _spec(call: RequestContext, body: PoolingFields, prompt: str | Int32Array, place: int) -> GenerateReqInput:
     """The engine request for the vector of one text."""
     rid = f"{body.rid}-{place}" if isinstance(body.rid, str) else ""
     spec = new_generate_input(body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=rid)
-    match body.pooling:
-        case None | "last":
-            spec.pooling = "last"
-        case "mean":
-            spec.pooling = "mean"
-        case _:
-            raise InvalidRequestError("pooling must be last or mean", param="pooling")
+    spec.pooling = pooling_of(body.pooling)
     if isinstance(prompt, str):
         spec.text = prompt
         spec.add_special_tokens = body.add_special_tokens is not False
@@ -159,23 +150,36 @@ def _spec(call: RequestContext, body: PoolingFields, prompt: str | Int32Array, p
     return spec
 
 
-def _vector(answer: CompletionOutput) -> Vectors:
-    """float32[size] of one answer. Raises TokenyardError if the engine returned none."""
-    if answer.finish is None or not answer.finish.vector:
+def pooling_of(name: str | None) -> Pooling:
+    """How a vector is pooled. Raises InvalidRequestError for an unknown name."""
+    match name:
+        case None | "last":
+            return "last"
+        case "mean":
+            return "mean"
+    raise InvalidRequestError("pooling must be last or mean", param="pooling")
+
+
+def unit_vectors(finishes: Sequence[Finish | None]) -> Vectors:
+    """float32[answers, size], each row normalized. Raises TokenyardError if the engine returned no vector."""
+    if not all(finish is not None and finish.vector for finish in finishes):
         raise TokenyardError("the engine gave no vector")
-    return np.frombuffer(answer.finish.vector, dtype=np.float32)
+    return _normalized(np.stack([np.frombuffer(finish.vector, dtype=np.float32) for finish in finishes if finish]))
 
 
-def _shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
+def _normalized(vectors: Vectors) -> Vectors:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.asarray(vectors / np.where(lengths > 0.0, lengths, 1.0), dtype=np.float32)
+
+
+def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
     """The first `dimensions` of each vector, normalized again. Raises InvalidRequestError for too many."""
     size = vectors.shape[1]
     if dimensions is None:
         return vectors
     if not 1 <= dimensions <= size:
         raise InvalidRequestError(f"dimensions must be between 1 and {size}", param="dimensions")
-    cut = vectors[:, :dimensions]
-    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
-    return np.asarray(cut / np.where(lengths > 0.0, lengths, 1.0), dtype=np.float32)
+    return _normalized(vectors[:, :dimensions])
 
 
 def _document(document: Any, place: int) -> str:
