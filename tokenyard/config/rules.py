@@ -180,8 +180,8 @@ def _draft_rules(settings: DeclaredSettings) -> Rules:
             "--speculative-algorithm STANDALONE and --speculative-draft-model-path need each other",
         ),
         (
-            not (standalone and settings.tp_size * settings.pp_size > 1),
-            "--speculative-algorithm STANDALONE drafts for a whole model; drop --tp-size and --pp-size",
+            settings.speculative_algorithm in ("none", "NGRAM") or settings.tp_size * settings.pp_size == 1,
+            "--speculative-algorithm STANDALONE and NEXTN draft for a whole model; drop --tp-size and --pp-size",
         ),
         (
             not (drafts and mock) or settings.mock_draft_acceptance is not None,

@@ -241,8 +241,8 @@ class DeclaredSettings(SharedSettings):
         "none",
         "device",
         "what drafts tokens for a step to verify: NGRAM looks up what followed the latest tokens before, STANDALONE "
-        "asks a small model (--speculative-draft-model-path)",
-        choices=("none", "NGRAM", "STANDALONE"),
+        "asks a small model (--speculative-draft-model-path), NEXTN the head that the checkpoint brings (MTP)",
+        choices=("none", "NGRAM", "STANDALONE", "NEXTN"),
     )
     speculative_draft_model_path: str = setting(
         "", "device", "folder or repository of the small model that drafts, with the tokenizer of the large one"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import AcceptanceRate, Int32Array, Int64Array, StepPlan
-from tokenyard.executor.drafter import NO_DRAFTS, Choose, KeepTo, count_accepted, sampled_runs
+from tokenyard.executor.drafter import NO_DRAFTS, Choose, Hidden, KeepTo, count_accepted, sampled_runs
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.model_backend import ModelBackend
@@ -158,6 +158,9 @@ class ModelDrafter:
         self._drafting_s = self.clock() - began
         return tokens
 
+    def computed(self, plan: StepPlan, hidden: Hidden) -> None:
+        """Do nothing: a draft model reads tokens alone."""
+
     def draft(
         self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float
     ) -> tuple[Int32Array, Int32Array]:
@@ -254,9 +257,15 @@ class ModelDrafter:
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, firsts: Int64Array, counts: Int64Array
     ) -> torch.Tensor:
         """Run the draft model over tokens (int64[T] columns on the device) of runs; logits at each run's end."""
+        return self.model.step(self._batch(tokens, positions, rows, firsts, counts))
+
+    def _batch(
+        self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, firsts: Int64Array, counts: Int64Array
+    ) -> ForwardBatch:
+        """The batch of `_step`."""
         slots = self._pages.slots(rows, positions).to(torch.int64)
         self._valid[slots] = True
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=tokens,
             positions=positions,
             slots=slots,
@@ -266,4 +275,3 @@ class ModelDrafter:
             counts=counts,
             decode_rows=len(counts) if len(tokens) == len(counts) else 0,
         )
-        return self.model.step(batch)

@@ -25,6 +25,9 @@ NO_DRAFTS = np.zeros(0, np.int32)
 KeepTo = Callable[[int, Int32Array, int], tuple[Int32Array, bool]]
 """Cuts the drafts of a pool row to its grammar: `GrammarRows.drafts`."""
 
+Hidden = Callable[[int, int], Any]
+"""What a step found of some of its tokens: `ModelBackend.hidden`."""
+
 Choose = Callable[[Any, Int32Array, Int64Array], Any]
 """Chooses tokens by logits, pool rows and positions without side effects: `Sampler.guess`."""
 
@@ -46,6 +49,9 @@ class Drafter(Protocol):
 
     def fill_in(self, plan: StepPlan) -> Int32Array:
         """The plan's input tokens, int32[sum(counts)], with the ids of its drafts."""
+
+    def computed(self, plan: StepPlan, hidden: Hidden) -> None:
+        """Observe what the model found in a step, which `hidden` returns until the next one."""
 
     def draft(
         self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float
@@ -171,6 +177,9 @@ class NgramDrafter:
             drafts = self._rows[int(plan.pool_rows[place])].drafts
             tokens[ends[place] - count : ends[place]] = drafts[:count]
         return tokens
+
+    def computed(self, plan: StepPlan, hidden: Hidden) -> None:
+        """Do nothing: tokens say all."""
 
     def draft(
         self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float

@@ -52,9 +52,16 @@ from tokenyard.executor.lora_manager import LoraManager, LoraMemoryPool, TorchLo
 from tokenyard.executor.memory_fit import MemoryNeed, activation_bytes, describe_formats, free_memory, weight_bytes
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.models.draft_head import (
+    DraftHead,
+    DraftHeadWeights,
+    draft_head_config,
+    draft_head_names,
+)
 from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.executor.models.model_backend import ModelBackend, TorchModel
 from tokenyard.executor.models.stacked_params import checkpoint_weights, cut_out
+from tokenyard.executor.mtp_drafter import MtpDrafter
 from tokenyard.executor.native.build import library_name
 from tokenyard.executor.native.lora import NativeLoraPool
 from tokenyard.executor.native.model import NativeDecoder
@@ -99,7 +106,8 @@ class LoadOptions:
     max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see StateGroup.fitting.
     mamba_shared_memory: KV and checkpoints of recurrent states share the memory of both; see StateGroup.sharing.
     draft_tokens: the most drafts of a row in one step; 0 for none.
-    draft_model: the model that drafts; "" for prompt lookup.
+    draft_model: the model that drafts; "" for prompt lookup, or for `draft_head`.
+    draft_head: whether the head that the checkpoint brings drafts (MTP).
     lora_slots: the most LoRA adapters in a step; 0 for none.
     lora_rank: the largest rank of an adapter.
     rank, ranks: the data-parallel rank and how many ranks this machine has. Ranks take CUDA devices in turn where
@@ -132,6 +140,7 @@ class LoadOptions:
     mamba_shared_memory: bool = False
     draft_tokens: int = 0
     draft_model: str = ""
+    draft_head: bool = False
     lora_slots: int = 0
     lora_rank: int = 16
     rank: int = 0
@@ -175,6 +184,13 @@ def load_executor(
     drafts_from = _draft_config(given.draft_model, folder, config, length) if given.draft_tokens else None
     # The pool takes what the weights of both models leave free.
     draft_layers = None if drafts_from is None else _load_draft_layers(drafts_from, given, length, target, kind)
+    head = None
+    if given.draft_tokens and given.draft_head:
+        drafts_from = draft_head_config(config)
+        head_choice = _choose_backends(
+            replace(given, model_impl="torch", quantization="none", deterministic=False), drafts_from, kind, target
+        )
+        head = _load_draft_head(head_choice, config, layers, folder, given, target, kind, length)
     parted = part is None and drafts_from is None and 0 < max(config.windows) < length
     ratio = given.swa_full_tokens_ratio if parted else 0.0
     num_pages = choose_num_pages(
@@ -217,6 +233,11 @@ def load_executor(
         model = _recorded(model, config, choice, given, target, kind, divided=divided, adapters=adapted)
 
     def drafter(choose: Choose) -> Drafter:
+        if drafts_from is not None and head is not None:
+            head_pool = _make_pool(drafts_from, info, target, choice.kv_dtype)
+            head_model = make_model(head_choice, head.layers, head_pool, pages)
+            assert isinstance(head_model, TorchModel)
+            return MtpDrafter(given.draft_tokens, head, head_model, head_pool, pages, choose)
         if drafts_from is None or draft_layers is None:
             return NgramDrafter(given.draft_tokens)
         draft_pool = _make_pool(drafts_from, info, target, choice.kv_dtype)
@@ -247,7 +268,7 @@ def load_executor(
         *(model, pool, pages, info, target, drafter if given.draft_tokens else None, sampling_backend, adapters),
         _make_states(config, info, target, kind, pool),
     )
-    if part is None:
+    if part is None and head is None:
         executor.weight_updates = WeightUpdates(folder, load_again)
     if target.type == "cuda" and part is None:
         warm_up(executor)
@@ -476,6 +497,35 @@ def _load_draft_layers(
     return choice, _load_layers(choice, config, folder, given, device, dtype, context_length, None)
 
 
+@torch.inference_mode()
+def _load_draft_head(
+    choice: BackendChoice,
+    config: ModelConfig,
+    target: Decoder | NativeDecoder,
+    folder: Path,
+    given: LoadOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    context_length: int,
+) -> DraftHead:
+    """Load the draft head that a checkpoint brings. Raises ConfigError if it brings none."""
+    names, instead = draft_head_names(config), "use --speculative-algorithm NGRAM or STANDALONE"
+    if names is None or not isinstance(target, Decoder):
+        raise ConfigError(f"models of {config.architecture} bring no draft head (MTP); {instead}")
+    own, weights = draft_head_config(config), None
+    if given.load_format != "dummy":
+        files = DraftHeadWeights(folder, device, dtype, names)
+        if f"{names.product}.weight" not in files:
+            raise ConfigError(
+                f"the checkpoint in {folder} brings no draft head (MTP): it has no {names.product}.weight; {instead}"
+            )
+        weights = checkpoint_weights(own, files)
+    weights = weights or DummyWeights(device, dtype, given.seed)
+    layers = load_layers(choice, own, weights, device, dtype, context_length)
+    assert isinstance(layers, Decoder)
+    return DraftHead(target, layers, weights, names)
+
+
 def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_length: int) -> ModelConfig | None:
     """The config of a draft model, None for "". Raises ConfigError if it does not fit the model in `folder`, or has
     other tokens.
@@ -604,7 +654,8 @@ def _load_layers(
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
     # Of a model whose weights are mapped, the matrices of the checkpoint are not read.
     if files is not None and not mapped and (part is None or part.takes_all):
-        files.warn_unused()
+        names = draft_head_names(config)
+        files.warn_unused(() if names is None else (names.layer,))
     unpacked.log()
     return layers
 

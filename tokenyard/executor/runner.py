@@ -213,8 +213,9 @@ class ModelExecutor:
     def _updates(self) -> WeightUpdates:
         if self.weight_updates is None:
             raise ConfigError(
-                "the weights of a model over several ranks (--tp-size, --pp-size, --enable-dp-attention) cannot be"
-                " changed or read yet; restart the engine with the new checkpoint"
+                "the weights of a model over several ranks (--tp-size, --pp-size, --enable-dp-attention) or with"
+                " --speculative-algorithm NEXTN cannot be changed or read yet; restart the engine with the new"
+                " checkpoint"
             )
         return self.weight_updates
 
@@ -293,6 +294,8 @@ class ModelExecutor:
         logits = self.model.step(batch)
         if self._states is not None:
             self._states.keep(plan)
+        if self.drafter is not None:
+            self.drafter.computed(plan, self.model.hidden)
         if len(logits):
             # Logits that are sampled later must survive the steps in between.
             ticket.logits = logits.clone() if plan.delay_sampling else logits

@@ -164,9 +164,10 @@ class SafetensorsWeights:
             raise ConfigError(f"tensor {name!r} has numbers that are NaN or infinite")
         return tensor
 
-    def warn_unused(self, harmless: Iterable[str] = ("lm_head.weight",)) -> None:
-        """Log the tensors that were not read, except those that are skipped on purpose."""
-        left = sorted(name for name in self._unused if name not in harmless and not _is_known(name))
+    def warn_unused(self, harmless: tuple[str, ...] = ()) -> None:
+        """Log the tensors that were not read, except those skipped on purpose. harmless: beginnings of more names."""
+        harmless = ("lm_head.weight", *harmless)
+        left = sorted(name for name in self._unused if not name.startswith(harmless) and not _is_known(name))
         if left:
             logger.warning("%d tensors of the checkpoint are not used, for example %s", len(left), left[0])
 

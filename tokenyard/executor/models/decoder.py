@@ -77,7 +77,7 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Run the layers: [T, hidden]. Keys and values of the batch's tokens are in the pool afterwards."""
-        x = self._embedded(batch.token_ids) if batch.hidden is None else batch.hidden
+        x = self.embedded(batch.token_ids) if batch.hidden is None else batch.hidden
         cos_sin = {key: rotary.at(batch.positions) for key, rotary in self._rotary.items()}
         added = None if self._per_layer is None else self._per_layer(x, batch.token_ids)
         found = None
@@ -106,7 +106,8 @@ class Decoder:
         """Return memory for what `forward` returns for `tokens` tokens."""
         return self._hidden_like.new_empty(tokens, self.config.hidden_size)
 
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embed int64[T]: [T, hidden]."""
         x = self._embedding(token_ids)
         return x * self._embedding_scale if self._embedding_scale != 1.0 else x
 
@@ -119,7 +120,11 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn [rows, hidden] out of `forward` into float32[rows, vocabulary]."""
-        found = self._head(self.normed(hidden)).float()
+        return self.logits_of_normed(self.normed(hidden))
+
+    def logits_of_normed(self, normed: torch.Tensor) -> torch.Tensor:
+        """The same of what `normed` returns."""
+        found = self._head(normed).float()
         if self.config.logit_scale != 1.0:
             found.mul_(self.config.logit_scale)
         cap = self.config.logit_softcap
