@@ -10,6 +10,13 @@ from rich.console import Console
 
 from tokenyard.base import ConfigError
 from tokenyard.base.ranges import NumberRange
+from tokenyard.cli.capacity_plan_autoscale import (
+    add_autoscale_arguments,
+    autoscale_document,
+    autoscale_table,
+    autoscalers,
+    compare_autoscaled,
+)
 from tokenyard.cli.capacity_plan_devices import read_devices
 from tokenyard.cli.capacity_plan_report import (
     capacity_plan_document,
@@ -81,6 +88,7 @@ def add_capacity_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies", default="fcfs,slo", metavar="A,B", help="schedule policies or presets to try [fcfs,slo]"
     )
     add_variant_arguments(group)
+    add_autoscale_arguments(group)
     search = parser.add_argument_group("search")
     search.add_argument(
         "--target", type=float, default=0.99, metavar="F", help="share of requests that must meet their SLO [0.99]"
@@ -113,7 +121,7 @@ def run_capacity_plan(args: argparse.Namespace) -> int:
             "plan draws other arrivals of the same traffic, and turns of sessions arrive when those before them end; "
             "run simulate at several values of --replicas instead"
         )
-    options = make_options(args, workload)
+    options, rules = make_options(args, workload), autoscalers(args)
     with progress_bar(args.quiet) as bar, TaskPool(workload, args.jobs, bar, args.ray) as pool:
         planner = planner_on(pool, workload, args)
         plan = planner.plan(options)
@@ -124,11 +132,15 @@ def run_capacity_plan(args: argparse.Namespace) -> int:
         print_notes([*no_capacity_plan_notes(planner.eliminated), *workload.notes])
         write_numbers(args.json, no_capacity_plan_document(planner.eliminated, workload, args.target))
         return 1
-    write_numbers(args.json, capacity_plan_document(plan, workload, args.target))
+    fleets = compare_autoscaled(plan.finalists[plan.cheapest], workload, rules) if rules else []
+    scaled = {"autoscaled": autoscale_document(fleets, args.cold_start_s)} if fleets else {}
+    write_numbers(args.json, capacity_plan_document(plan, workload, args.target) | scaled)
     if args.report is not None:
         write_capacity_plan(args.report, plan, workload, args.target)
     if not args.quiet:
         _print(plan, workload, args.target)
+        if fleets:
+            Console().print(autoscale_table(plan, fleets, args.cold_start_s))
     return 0
 
 

@@ -37,6 +37,11 @@ def fleet_table(name: str, outcome: Outcome) -> Table:
         "waiting, running: mean/most at a time; shares in %\n"
         f"at the routers: {_load(queue)} waiting, {queue['refused']} refused"
     )
+    if (scaling := outcome.scaling) is not None:
+        mean = scaling.engine_s / max(outcome.sim_seconds, 1e-9)
+        caption += f"\n{mean:.2f} engines on average, {scaling.starts} starts, {scaling.stops} stops"
+        if price := outcome.setup.fleet.autoscale and outcome.setup.fleet.autoscale.price:
+            caption += f", cost {scaling.engine_s / 3600 * price:.2f}"
     if len(shown) < len(rows):
         caption += f"; the {len(shown)} busiest of {len(rows)}"
     router = setup.router_policy + (f", {setup.fleet.routers} routers" if setup.fleet.routers > 1 else "")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokenyard.sim.api.sweep import Sweep, SweepRun, sweep
     from tokenyard.sim.api.workloads import synthetic, trace
     from tokenyard.sim.engine.speculation import Speculation
+    from tokenyard.sim.fleet.autoscaler import Autoscale, FleetLoad, autoscale
     from tokenyard.sim.fleet.fleet_settings import Drain, Fault, Fleet, ProcessStop
     from tokenyard.sim.hardware.device_profile import Hardware
     from tokenyard.sim.kv.disagg_settings import DisaggSettings, KvStoreSettings
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from tokenyard.sim.traces.workload import Workload, WorkloadBuilder
 
 __all__ = [
+    "Autoscale",
     "DisaggSettings",
     "Drain",
     "Engine",
     "Fault",
     "Fleet",
+    "FleetLoad",
     "Hardware",
     "Interval",
     "KvStoreSettings",
@@ -49,6 +52,7 @@ __all__ = [
     "Turn",
     "Workload",
     "WorkloadBuilder",
+    "autoscale",
     "run",
     "session_workload",
     "sweep",
@@ -58,6 +62,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Autoscale": "tokenyard.sim.fleet.autoscaler",
+    "FleetLoad": "tokenyard.sim.fleet.autoscaler",
+    "autoscale": "tokenyard.sim.fleet.autoscaler",
     "SchedulerSettings": "tokenyard.base",
     "Profile": "tokenyard.cost",
     "Policy": "tokenyard.policy",

@@ -19,6 +19,7 @@ from tokenyard.cost import LinearCost, Profile
 from tokenyard.policy.adaptive import PolicySwitch
 from tokenyard.policy.tenant_limits import rank_share
 from tokenyard.sim.engine.speculation import Speculation
+from tokenyard.sim.fleet.autoscaler import ScalingRun
 from tokenyard.sim.fleet.fleet_settings import Fleet
 from tokenyard.sim.kv.disagg_settings import DisaggSettings, KvStoreSettings
 from tokenyard.sim.kv.kv_store import KvStoreTotals
@@ -172,6 +173,7 @@ class Outcome:
     schedulers: totals per scheduler.
     transfers: KV transfers; None without prefill engines.
     kv_store: counters of the KV store; None without one.
+    scaling: what the autoscaler did; None without one.
     """
 
     workload: Workload
@@ -196,6 +198,7 @@ class Outcome:
     predicted_cached_tokens: int = 0
     transfers: TransferTimes | None = None
     kv_store: KvStoreTotals | None = None
+    scaling: ScalingRun | None = None
 
     @property
     def replica(self) -> Int32Array:

@@ -14,6 +14,7 @@ import yaml
 from tokenyard.base import ConfigError
 from tokenyard.base.deprecation import accept_old_keys
 from tokenyard.cost import Profile, load_profile
+from tokenyard.sim.fleet.autoscaler import Autoscale, autoscale
 from tokenyard.sim.hardware.device_profile import find_device_profile
 
 QUEUE_SIZE, QUEUE_TIMEOUT_S, QUEUE_AGING_S = 1000, 60.0, 10.0
@@ -83,6 +84,7 @@ class Fleet:
     max_worker_requests: most open requests of a replica, 0 for as many as it runs at a time.
     queue_size, queue_timeout_s, queue_aging_s, tenant_weights: as in `tokenyard route`.
     profiles: devices by replica, where they differ from the setup's.
+    autoscale: how many of the replicas run, None for all.
     """
 
     routers: int = 1
@@ -100,6 +102,7 @@ class Fleet:
     queue_aging_s: float = QUEUE_AGING_S
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     profiles: Mapping[int, Profile] = field(default_factory=dict)
+    autoscale: Autoscale | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for numbers out of range."""
@@ -131,6 +134,10 @@ class Fleet:
             raise ConfigError(
                 f"an event or a device names a replica that is not there; there are {replicas}, numbered from 0"
             )
+        if self.autoscale is not None:
+            self.autoscale.check(replicas)
+            if self.drains or any(fault.deadly and not fault.at_s for fault in self.faults):
+                raise ConfigError("an autoscaler decides which engines serve; leave out drain and join")
 
 
 def read_fleet(path: Path, model: str) -> Fleet:
@@ -159,7 +166,7 @@ class _Reader:
     def fleet(self, document: Mapping[str, Any]) -> Fleet:
         """The whole file as a `Fleet`."""
         document = accept_old_keys(document, RENAMED_KEYS, f"--fleet {self.path}")
-        known = (*ROUTER_KEYS, "queue", "kv_events", "workers", "events")
+        known = (*ROUTER_KEYS, "queue", "kv_events", "workers", "events", "autoscale")
         self._known("a fleet", document, known)
         changes = {key: document[key] for key in ROUTER_KEYS if key in document}
         queue, kv_events = self._mapping(document, "queue"), self._mapping(document, "kv_events")
@@ -174,9 +181,22 @@ class _Reader:
             self._whole(worker): self._profile(what) for worker, what in self._mapping(document, "workers").items()
         }
         try:
-            return replace(Fleet(**changes), faults=faults, drains=drains, stops=stops, profiles=profiles)
+            scale = self._autoscale(self._mapping(document, "autoscale"))
+            changed = replace(Fleet(**changes), faults=faults, drains=drains, stops=stops, profiles=profiles)
+            return replace(changed, autoscale=scale)
         except ConfigError as error:
             raise self._wrong(error.message) from None
+
+    def _autoscale(self, given: Mapping[str, Any]) -> Autoscale | None:
+        if not given:
+            return None
+        counts = ("min_replicas", "initial_replicas")
+        numbers = {
+            key: self._whole(value) if key in counts else self._number(value, key)
+            for key, value in given.items()
+            if key != "rule"
+        }
+        return autoscale(str(given.get("rule", "queue")), **numbers)
 
     def _check_kinds(self, changes: Mapping[str, Any]) -> None:
         """Check that values have the type of the defaults that they replace."""

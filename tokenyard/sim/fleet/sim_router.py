@@ -291,6 +291,11 @@ class SimRouting:
         """Counters of requests that moved to another rank; an engine's totals count each such request once."""
         return self._retried
 
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait at the routers."""
+        return sum(len(router.machine.queue) for router in self._routers)
+
     def next_sweep_ns(self, now: int) -> int:
         """When to call `sweep`, for the time after `now` (ns); NEVER_NS while no request waits."""
         return min([router.machine.next_ns(now) for router in self._routers])

@@ -8,6 +8,8 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
 
+import numpy as np
+
 from tokenyard.base import (
     NS_PER_S,
     ConfigError,
@@ -27,6 +29,7 @@ from tokenyard.routing.policies import make_policy
 from tokenyard.sim.engine.adaptive_driver import AdaptiveDriver
 from tokenyard.sim.engine.sim_scheduler import NEVER_NS, SimExecutor, SimScheduler, StepObserver
 from tokenyard.sim.engine.speculation import SimDrafter
+from tokenyard.sim.fleet.autoscaler import DRAINING, OFF, READY, STARTING, Autoscaler, EngineLoad, FleetLoad
 from tokenyard.sim.fleet.dp_ranks import TENANT_USE_EVERY_NS, exchange_tenant_usage, shares_tenants
 from tokenyard.sim.fleet.fleet_events import FleetEvent, fleet_events
 from tokenyard.sim.fleet.fleet_settings import Fleet
@@ -36,6 +39,7 @@ from tokenyard.sim.kv.pd_network import Network, NetworkSizes
 from tokenyard.sim.outcome import (
     FINISHED,
     REJECTED,
+    UNFINISHED,
     Outcome,
     SchedulerRun,
     Setup,
@@ -91,6 +95,8 @@ class Simulation:
             raise ConfigError("--max-running-requests is for all ranks together; each rank (--dp-size) needs one")
         if setup.disagg is not None and setup.dp_size > 1:
             raise ConfigError("--dp-size with --prefill-replicas is not simulated; leave one of them out")
+        if setup.disagg is not None and setup.fleet.autoscale is not None:
+            raise ConfigError("an autoscaler of prefill and decode engines is not simulated; leave one of them out")
         make_policy(setup.router)
         setup.fleet.check(setup.engines)
         self._workload, self._setup = workload, setup
@@ -123,6 +129,9 @@ class Simulation:
         self._arrivals = make_arrivals(workload, window)
         self._served_by: dict[int, list[int]] = {}
         self._sweep_ns = NEVER_NS
+        self._autoscaler: Autoscaler | None = None
+        if setup.fleet.autoscale is not None:
+            self._start_autoscaler(Autoscaler(setup.fleet.autoscale, setup.replicas))
         self._exchanges_usage = setup.dp_size > 1 and shares_tenants(setup.settings)
         self._exchanging_usage = False
         self._moves: deque[tuple[int, int]] = deque()
@@ -388,7 +397,7 @@ class Simulation:
         assert routing is not None
         # Routers do not see prefill engines that the decode engines choose themselves.
         routed = engine < self._setup.replicas or isinstance(routing, DisaggRouting)
-        numbers = range(engine * self._setup.dp_size, (engine + 1) * self._setup.dp_size)
+        numbers, scaler = self._ranks_of(engine), self._autoscaler
         if happening.what == "slow":
             for number in numbers:
                 self.units[number].driver.advance_to(now)
@@ -398,27 +407,117 @@ class Simulation:
             for number in numbers:
                 self._stop(number, now + to_ns(happening.factor), now)
         elif happening.what == "kill":
-            for number in numbers:
-                self.units[number].driver.advance_to(now)
-                self._ended[number].append(self.units[number].replica)
-                self._stopped.pop(number, None)
-                self.units[number] = self._unit(number, None, None)
-                if self._kv_stores:
-                    self._kv_stores[number].alive = False
-                    self._kv_stores[number] = self._make_kv_store(number, self._kv_stores[number])
-                if self._kv is not None:
-                    self._kv.killed(number, self.units[number].replica.scheduler, now)
+            if scaler is not None:
+                scaler.died(engine, now / NS_PER_S)
+            self._kill(engine, now)
             if routed:
                 routing.died(engine, now)
         elif happening.what == "close":
             if routed:
                 routing.close(engine)
+        elif scaler is not None and engine not in scaler.numbers(READY):
+            scaler.repaired(engine, now / NS_PER_S)
         else:
             if routed:
                 routing.open(engine)
             if self._kv is not None:
                 self._kv.opened(engine, now)
         self._serve(now)
+
+    def _start_autoscaler(self, scaler: Autoscaler) -> None:
+        """Only the first engines serve; the others wait for the autoscaler."""
+        assert self.routing is not None
+        self._autoscaler = scaler
+        for engine in scaler.numbers(OFF):
+            self.routing.close(engine)
+        self.at(to_ns(scaler.settings.every_s), self._autoscale)
+
+    def _autoscale(self, now: int) -> None:
+        """Let the autoscaler decide, as long as there are requests."""
+        scaler, routing = self._autoscaler, self.routing
+        assert scaler is not None
+        assert routing is not None
+        now_s = now / NS_PER_S
+        self._end_drained(now)
+        start, again, close = scaler.decide(self._fleet_load(scaler, now))
+        for engine in start:
+            self.at(to_ns(scaler.started(engine, now_s)), partial(self._engine_ready, engine))
+        for engine in again:
+            scaler.opened(engine, now_s)
+            routing.open(engine)
+        for engine in close:
+            scaler.closed(engine, now_s)
+            routing.close(engine)
+        self._end_drained(now)
+        self._serve(now)
+        if self._arrivals.next_ns < NEVER_NS or (self._outcome.status[: self._arrivals.popped] == UNFINISHED).any():
+            self.at(now + to_ns(scaler.settings.every_s), self._autoscale)
+
+    def _engine_ready(self, engine: int, now: int) -> None:
+        """The cold start of an engine is over."""
+        assert self._autoscaler is not None
+        if self._autoscaler.ready(engine, now / NS_PER_S):
+            self._apply_fleet_event(FleetEvent("open", engine), now)
+
+    def _end_drained(self, now: int) -> None:
+        """Draining engines without requests end, and lose their caches."""
+        scaler = self._autoscaler
+        assert scaler is not None
+        assert self.routing is not None
+        for engine in scaler.numbers(DRAINING):
+            numbers = self._ranks_of(engine)
+            for number in numbers:
+                self.units[number].driver.advance_to(now)
+            if not any(self.units[number].replica.scheduler.has_work for number in numbers):
+                scaler.ended(engine, now / NS_PER_S)
+                self._kill(engine, now)
+                self.routing.died(engine, now)
+
+    def _ranks_of(self, engine: int) -> range:
+        """The numbers of an engine's schedulers."""
+        return range(engine * self._setup.dp_size, (engine + 1) * self._setup.dp_size)
+
+    def _fleet_load(self, scaler: Autoscaler, now: int) -> FleetLoad:
+        """What an autoscaler sees at this moment."""
+        assert self.routing is not None
+        engines: list[EngineLoad] = []
+        for engine in scaler.numbers(READY):
+            for number in self._ranks_of(engine):
+                self.units[number].driver.advance_to(now)
+            states = [self.units[number].replica.scheduler.snapshot(now) for number in self._ranks_of(engine)]
+            used = sum(state.used_tokens for state in states) / max(sum(state.total_tokens for state in states), 1)
+            waiting = sum(state.waiting for state in states)
+            engines.append(EngineLoad(waiting, sum(state.running + state.prefilling for state in states), used))
+        popped = self._arrivals.popped
+        attainment = self._first_tokens_in_time(now - to_ns(scaler.settings.every_s), popped, now)
+        starting = len(scaler.numbers(STARTING))
+        return FleetLoad(now / NS_PER_S, engines, starting, self.routing.waiting, popped, attainment)
+
+    def _first_tokens_in_time(self, since: int, popped: int, now: int) -> float | None:
+        """The share of the requests that began or became overdue since `since` (ns) whose first token was in time."""
+        outcome, routing = self._outcome, self.routing
+        assert routing is not None
+        arrived = outcome.arrival_ns[:popped]
+        first = outcome.first_token_ns[:popped].copy()
+        for number, at in routing.first_seen.items():
+            first[number] = at
+        due = arrived + np.minimum(outcome.ttft_slo_s[:popped] * NS_PER_S, 1e18).astype(np.int64)
+        latest = (first > since) | ((first == 0) & (due > since) & (due <= now))
+        in_time = (first > 0) & (first <= due)
+        return float(in_time[latest].mean()) if latest.any() else None
+
+    def _kill(self, engine: int, now: int) -> None:
+        """The processes of an engine end; new ones with empty caches take their place."""
+        for number in self._ranks_of(engine):
+            self.units[number].driver.advance_to(now)
+            self._ended[number].append(self.units[number].replica)
+            self._stopped.pop(number, None)
+            self.units[number] = self._unit(number, None, None)
+            if self._kv_stores:
+                self._kv_stores[number].alive = False
+                self._kv_stores[number] = self._make_kv_store(number, self._kv_stores[number])
+            if self._kv is not None:
+                self._kv.killed(number, self.units[number].replica.scheduler, now)
 
     def _stop(self, number: int, until: int, now: int) -> None:
         """Stall a scheduler until `until`; events for it wait."""
@@ -500,6 +599,8 @@ class Simulation:
                 outcome.kv_store.add(kv_store.close(unit.replica.scheduler.snapshot(unit.replica.now).unstored_tokens))
         if self._kv is not None:
             outcome.transfers = self._kv.close()
+        if self._autoscaler is not None:
+            outcome.scaling = self._autoscaler.finish(outcome.sim_seconds)
         if self.routing is not None:
             outcome.predicted_cached_tokens = self.routing.predicted_tokens
         digests = [replica.decision_hash() for replica in replicas]

@@ -180,7 +180,27 @@ def fleet_summary(outcome: Outcome) -> dict[str, Any]:
     """`summary`, with figures per scheduler if there are several."""
     if outcome.setup.schedulers == 1:
         return summary(outcome)
-    return summary(outcome) | {"router_queue": router_queue(outcome), "workers": worker_figures(outcome)}
+    figures = {"router_queue": router_queue(outcome), "workers": worker_figures(outcome)}
+    return summary(outcome) | figures | _scaling(outcome)
+
+
+def _scaling(outcome: Outcome) -> dict[str, Any]:
+    """The figures of the autoscaler; empty without one. An engine counts from its start to its end."""
+    scaling, settings = outcome.scaling, outcome.setup.fleet.autoscale
+    if scaling is None or settings is None:
+        return {}
+    return {
+        "autoscaling": {
+            "rule": settings.rule if isinstance(settings.rule, str) else "user-defined",
+            "mean_replicas": round(scaling.engine_s / max(outcome.sim_seconds, 1e-9), 4),
+            "max_replicas": max(ready + starting for _, ready, starting, _ in scaling.timeline),
+            "engine_hours": round(scaling.engine_s / 3600.0, 4),
+            "cost": round(scaling.engine_s / 3600.0 * settings.price, 4),
+            "starts": scaling.starts,
+            "stops": scaling.stops,
+            "timeline": [list(point) for point in scaling.timeline],
+        }
+    }
 
 
 def _by_name(outcome: Outcome, names: tuple[str, ...], column: Any) -> dict[str, float | None]:
