@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenyard.base import ConfigError
 from tokenyard.sim.traces.azure import AZURE
 from tokenyard.sim.traces.bailian import BAILIAN
+from tokenyard.sim.traces.blis import BLIS
 from tokenyard.sim.traces.burstgpt import BURSTGPT
 from tokenyard.sim.traces.csv_table import csv_values
 from tokenyard.sim.traces.genai_spans import GENAI_SPANS
@@ -29,6 +30,7 @@ LINES_CHECKED = 50
 
 FORMATS = (
     *(MOONCAKE_SESSIONS, LLMSERVINGSIM, GENAI_SPANS, BAILIAN, MOONCAKE, AZURE, BURSTGPT, VIDUR, VLLM_MEASURED),
+    BLIS,
     *(SERVEGEN, KV_CACHE_TESTER, LMCACHE_AGENT, TOKENYARD_LOG, TOKENYARD_LOG_SESSIONS, TOKENYARD, OPENAI_JSONL),
 )
 """In the order in which they are tried: one whose lines have the fields of another comes before that one."""
