@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenyard.base import ConfigError, Slo
 from tokenyard.base.cross_site import is_loopback
+from tokenyard.base.model_facts import ModelFacts
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
 from tokenyard.config.rules import split_address
@@ -19,6 +20,7 @@ from tokenyard.engine.processes.engine_config import DisaggConfig, EngineConfig,
 from tokenyard.engine.scheduler_process.build_scheduler import load_prior
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.lora_config import read_lora_config
+from tokenyard.executor.model_facts import read_model_facts
 from tokenyard.policy.eviction_value import load_eviction_value
 from tokenyard.policy.priority_function import load_priority_function
 from tokenyard.policy.registry import POLICIES, create_policy
@@ -54,6 +56,7 @@ def server_options(settings: Settings) -> ServerOptions:
         named(settings.tool_call_parser)
     return ServerOptions(
         model_name=settings.model_name,
+        model_facts=_facts(settings),
         model_aliases=settings.served_model_name[1:],
         max_body_bytes=int(settings.max_body_mb * 1_000_000),
         loopback_only=not settings.uds and is_loopback(settings.host),
@@ -166,3 +169,9 @@ def own_address(host: str) -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def _facts(settings: Settings) -> ModelFacts:
+    """What the files of the model say; nothing for a mock without files. Raises ConfigError."""
+    folder = Path(settings.model_path)
+    return read_model_facts(folder) if (folder / "config.json").is_file() else ModelFacts()

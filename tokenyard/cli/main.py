@@ -50,7 +50,14 @@ def _arguments_of(path: str) -> Callable[[argparse.ArgumentParser], None]:
 
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=None, help="folder of the model; the demo model if absent")
+    parser.add_argument(
+        "models",
+        metavar="MODEL",
+        nargs="*",
+        default=[],
+        help="folder of the model, or its file; several, or a folder of models, are loaded on demand; the demo model "
+        "if absent",
+    )
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -286,10 +293,11 @@ def _run(argv: Sequence[str]) -> int:
     if namespace.command is None:
         parser.print_help()
         return USAGE_ERROR
-    if getattr(namespace, "model", None):
-        if namespace.model_path:
-            parser.error("the model is given twice: as an argument and by --model-path")
-        namespace.model_path = namespace.model
+    models = getattr(namespace, "models", [])
+    if models and namespace.model_path:
+        parser.error("the model is given twice: as an argument and by --model-path")
+    if len(models) == 1:
+        namespace.model_path = models[0]
     _find_modules_here()
     return int(_load(namespace.run)(namespace))
 

@@ -13,6 +13,7 @@ import setproctitle
 
 from tokenyard.base import Int32Array, TokenyardError
 from tokenyard.base.cross_site import is_loopback
+from tokenyard.cli.event_loop import loop_factory
 from tokenyard.cli.flags import ENV_PREFIX, add_setting_flags, resolve_values, settings_of
 from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.router.request_features import Tokenize
@@ -55,8 +56,9 @@ def route(namespace: argparse.Namespace) -> int:
                 "there is an --admin-api-key",
                 *(settings.host, settings.port),
             )
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(run(settings, listener, tokenize, announce=announce))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            words = "Tokenyard routes at" if announce else ""
+            runner.run(run(settings, listener, tokenize, announce=words))
 
     try:
         tokenize = make_tokenize(settings.tokenizer) if settings.tokenizer else None
@@ -92,12 +94,3 @@ def make_tokenize(folder: str) -> Tokenize:
         return np.array(ids, np.int32)
 
     return tokenize
-
-
-def _loop_factory() -> Any:
-    """uvloop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

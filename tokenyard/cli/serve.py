@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import setproctitle
 from rich.console import Console
@@ -19,12 +18,14 @@ from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo, TokenyardError
 from tokenyard.base.cross_site import is_loopback
+from tokenyard.cli.event_loop import loop_factory
 from tokenyard.cli.flags import resolve, unknown_variables
 from tokenyard.cli.serve_node import serve_node
 from tokenyard.config import Settings
 from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.processes.logs import set_up_logging
+from tokenyard.multi_model.catalog import are_several
 from tokenyard.server.http.connections import ConnectionLimits
 from tokenyard.server.http.server import DrainingServer, listen, listen_at_path
 from tokenyard.server.metrics.tracing import open_tracing
@@ -40,16 +41,22 @@ USAGE_ERROR = 2
 
 def serve(namespace: argparse.Namespace) -> int:
     """Serve until told to stop. Returns 0 after a signal, 2 for wrong settings or 1 if the engine failed."""
-    resolved = resolve(vars(namespace)).settings
+    given = resolve(vars(namespace))
+    resolved = given.settings
     setproctitle.setproctitle("tokenyard: api")
     set_up_logging(resolved.log_level, resolved.log_format)
     for warning in unknown_variables():
         log.warning("%s", warning)
     try:
+        if are_several(namespace.models):
+            # The import of what only several models need costs a start of one.
+            from tokenyard.cli.serve_models import serve_models
+
+            return serve_models(given, namespace.models)
         settings = with_model_folder(resolved)
         if settings.node_rank:
             return serve_node(settings)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             status = runner.run(_serve(settings))
     except TokenyardError as error:
         if resolved.log_format != "json":
@@ -59,15 +66,6 @@ def serve(namespace: argparse.Namespace) -> int:
     if status != USAGE_ERROR:
         log.info("stopped, with exit status %d", status)
     return status
-
-
-def _loop_factory() -> Any:
-    """uvloop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 async def _serve(settings: Settings) -> int:

@@ -80,6 +80,28 @@ class DeclaredSettings(SharedSettings):
     )
     random_seed: int = setting(0, "model", "seed of random weights (load format dummy)", aliases=("--seed",))
 
+    keep_alive: str = setting(
+        "5m",
+        "model",
+        "how long each of several models stays loaded without requests, in seconds or as 10m or 1h; -1 is for ever",
+    )
+    max_loaded_models: int = setting(
+        0, "model", "most of several models loaded at once; 0 for as many as fit", ANY_COUNT
+    )
+    model_memory_gb: float | None = setting(
+        None,
+        "model",
+        "gigabytes that the engines of several models may take together; 80 % of what is free at the start if absent",
+        POSITIVE,
+    )
+    model_load_timeout_s: float = setting(
+        300.0,
+        "model",
+        "longest time in seconds that a request waits for one of several models to load",
+        POSITIVE,
+        file_only=True,
+    )
+
     lora_paths: tuple[str, ...] = setting(
         (), "model", "LoRA adapters to serve, as NAME=FOLDER", aliases=("--lora-modules",)
     )

@@ -17,7 +17,7 @@ from tokenyard.base.model_cards import list_of_models
 from tokenyard.base.version import __version__
 from tokenyard.router.api_keys import KeyFile
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
-from tokenyard.router.dispatch_driver import DispatchDriver
+from tokenyard.router.dispatch_driver import Answer, DispatchDriver
 from tokenyard.router.errors import RouterError
 from tokenyard.router.health import ask
 from tokenyard.router.router_settings import RouterSettings
@@ -25,6 +25,7 @@ from tokenyard.router.workers import HttpWorker
 from tokenyard.routing.tenant_limits import KeyUsage
 from tokenyard.ui.files import HEADERS, ROUTER_PAGE, read_file
 
+JSON_LINES_TYPE = (b"content-type", b"application/x-ndjson")
 PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/readiness", "/liveness", "/ping", "/metrics"})
 FAN_OUT_TIMEOUT_S = 10.0
@@ -49,8 +50,6 @@ EMPTY_CACHE = ("/flush_cache", "/update_weights_from_disk", "/pause")
 PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})
 OWN_PATHS = OPEN_PATHS | FAN_OUT.keys() | PLAIN | {"/workers", "/usage", "/server_info", "/get_server_info"}
-
-Answer = tuple[int, Any]
 
 log = logging.getLogger(__name__)
 
@@ -121,13 +120,12 @@ class Control:
 
     def __init__(self, router: DispatchDriver) -> None:
         self._router = router
-        self._created_s = int(time.time())
 
     def takes(self, request: ClientRequest) -> bool:
         """Whether a request is for the router itself."""
         path = request.path
         own = ("/workers/", "/v1/models/", *OF_ENGINES)
-        return path in OWN_PATHS or path.startswith(own) or _is_page(request)
+        return path in OWN_PATHS or path in self._router.own_routes or path.startswith(own) or _is_page(request)
 
     def answer(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer it. Raises TokenyardError for an invalid request."""
@@ -148,7 +146,8 @@ class Control:
         if path in OPEN_PATHS:
             self._probe(front, path)
             return None
-        free = path in PLAIN or path.startswith("/v1/models/")
+        route = router.own_routes.get(path)
+        free = not route.admin if route else path in PLAIN or path.startswith("/v1/models/")
         if free and router.keys is not None:
             tenant_key(request, router.settings, router.keys, time.time())
         else:
@@ -157,10 +156,18 @@ class Control:
         if path == "/usage" and b"format=csv" in request.target:
             front.answer(200, router.metrics.usage_csv(), [(b"content-type", b"text/csv; charset=utf-8")])
             return None
-        status, content = self._plain(request) if free else self._admin(request)
+        if route is not None:
+            if request.method != route.method:
+                raise _wrong_method(request)
+            status, content = route.answer(request)
+        else:
+            status, content = self._plain(request) if free else self._admin(request)
         if isinstance(content, Awaitable):
             return _Task(front, content)
-        front.answer(status, orjson.dumps(content), [JSON_TYPE])
+        if isinstance(content, bytes):
+            front.answer(status, content, [JSON_LINES_TYPE])
+        else:
+            front.answer(status, orjson.dumps(content), [JSON_TYPE])
         return None
 
     def _probe(self, front: ClientConnection, path: str) -> None:
@@ -180,21 +187,13 @@ class Control:
             return 200, {"object": "list", "data": [row for worker in self._router.workers for row in _loads(worker)]}
         if request.method not in (b"GET", b"HEAD"):
             raise _wrong_method(request)
-        cards = self._models()
+        cards = self._router.model_cards()
         if path in ("/v1/models", "/models"):
             return 200, list_of_models([*cards.values()])
         name = path.removeprefix("/v1/models/")
         if name not in cards:
             raise RouterError(404, f"the model {name!r} is not served", code="model_not_found", param="model")
         return 200, cards[name]
-
-    def _models(self) -> dict[str, dict[str, Any]]:
-        """The model cards of all healthy workers, by name."""
-        cards: dict[str, dict[str, Any]] = {}
-        for worker in self._router.workers:
-            for card in worker.cards if worker.healthy else ():
-                cards.setdefault(card["id"], {"object": "model", "created": self._created_s, **card})
-        return cards
 
     def _admin(self, request: ClientRequest) -> Answer:
         path, router = request.path, self._router

@@ -5,11 +5,14 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tokenyard.base import NS_PER_MS, NS_PER_S, TokenyardError
 from tokenyard.base.log_format import quoted_word
 from tokenyard.router.api_keys import KeyFile
+from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.errors import RouterError, refusal
 from tokenyard.router.health import HealthChecker
 from tokenyard.router.request_features import BYTES_PER_TOKEN, ParsedRequest
@@ -28,6 +31,24 @@ request_log = logging.getLogger("tokenyard.requests")
 
 OVERLOADED = frozenset({429, 503})
 RATIO_STEP = 0.02
+
+
+Answer = tuple[int, Any]
+"""The status and the JSON content of an answer of the router; of bytes, lines of JSON as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRoute:
+    """A path that the router answers itself.
+
+    method: the one that it takes.
+    admin: whether it needs the admin key.
+    answer: makes the answer. Raises TokenyardError for an invalid request.
+    """
+
+    method: bytes
+    admin: bool
+    answer: Callable[[ClientRequest], Answer]
 
 
 class OpenRequest(PendingRequest[HttpWorker], ABC):
@@ -74,6 +95,9 @@ class DispatchDriver:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.id = uuid.uuid4().hex[:12]
+        self.created_s = int(time.time())
+        self.own_routes: dict[str, OwnRoute] = {}
+        """Paths that the router answers itself, besides those of `admin_routes`."""
         self.index = PrefixIndex(int(settings.index_mb * 1e6))
         self.workers = HttpWorkers(settings, self.index)
         self.metrics = RouterMetrics()
@@ -131,6 +155,18 @@ class DispatchDriver:
         """Stop new requests to a worker, or let it have requests again."""
         self.workers.drain(worker, draining=draining)
         self.wake()
+
+    async def close(self) -> None:
+        """Stop what runs next to requests."""
+        await self.health.close()
+
+    def model_cards(self) -> dict[str, dict[str, Any]]:
+        """The model cards of all healthy workers, by name."""
+        cards: dict[str, dict[str, Any]] = {}
+        for worker in self.workers:
+            for card in worker.cards if worker.healthy else ():
+                cards.setdefault(card["id"], {"object": "model", "created": self.created_s, **card})
+        return cards
 
     # Requests.
 
@@ -229,10 +265,14 @@ class DispatchDriver:
                     self._send(action)
                 case Refuse():
                     self._waited(action.request)
-                    action.request.abort(refusal(action.cause))
+                    action.request.abort(self.refusal(action.request, action.cause))
                 case _:
                     self.health.check_now(action.worker)
         self.wake()
+
+    def refusal(self, request: OpenRequest, cause: str) -> RouterError:
+        """The error for a request that the dispatch machine refused."""
+        return refusal(cause)
 
     def _waited(self, request: OpenRequest) -> None:
         """A request has been sent or refused: observe how long it waited, the first time."""

@@ -82,13 +82,18 @@ def check_urls(urls: Sequence[str]) -> None:
 
 
 async def run(
-    settings: RouterSettings, listener: socket.socket, tokenize: Tokenize | None = None, *, announce: bool = True
+    settings: RouterSettings,
+    listener: socket.socket,
+    tokenize: Tokenize | None = None,
+    *,
+    announce: str = "Tokenyard routes at",
+    make_router: Callable[[RouterSettings, Tokenize | None], Router] = Router,
 ) -> None:
-    """Route until a signal, then drain. `announce`: print the address to standard error.
+    """Route until a signal, then drain. `announce`: printed to standard error before the address; "" for nothing.
 
     Raises ConfigError for invalid workers or certificates.
     """
-    router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
+    router, context, found = make_router(settings, tokenize), tls_context(settings), sources(settings)
     events = KvEventSubscriptions(router, settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
     router.max_connections = max((raise_file_limit() - SPARE_FILES) // 2, MIN_CONNECTIONS)
     check_urls([*settings.worker_urls, *settings.prefill_urls, *settings.decode_urls])
@@ -107,7 +112,7 @@ async def run(
     if router.shared is not None:
         tasks.append(loop.create_task(router.shared.run()))
     if announce:
-        _say_ready(settings, listener)
+        _say_ready(settings, listener, announce)
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -120,7 +125,7 @@ async def run(
             await picker.stop(None)
         for task in tasks:
             task.cancel()
-        await router.health.close()
+        await router.close()
         for connection in list(router.connections):
             connection.transport.abort()
         router.workers.close()
@@ -189,10 +194,10 @@ def run_all(settings: RouterSettings, run_one: Callable[[RouterSettings, socket.
             os.waitpid(pid, 0)
 
 
-def _say_ready(settings: RouterSettings, listener: socket.socket) -> None:
+def _say_ready(settings: RouterSettings, listener: socket.socket, words: str) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "https" if settings.tls_cert_path else "http"
-    line = f"Tokenyard routes at {scheme}://{host}:{listener.getsockname()[1]}"
+    line = f"{words} {scheme}://{host}:{listener.getsockname()[1]}"
     if settings.log_format == "json":
         log.info("%s", line)
         return

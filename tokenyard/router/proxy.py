@@ -4,6 +4,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Iterable
 from itertools import count
 
 from typing_extensions import override
@@ -130,8 +131,7 @@ class Router(DispatchDriver):
             raise RouterError(429, f"{most} requests are open, which is the limit; try again later", code="overloaded")
         self._check_loop(request)
         parsed = self._parsed(request)
-        if request.path in NAMES_MODEL and self.workers.of_several_models:
-            self._check_model(parsed.model)
+        self.resolve_model(request, parsed)
         for rank in (parsed.rank, parsed.prefill_rank, parsed.decode_rank):
             if rank is not None and not self.workers.has_rank(rank):
                 raise RouterError(400, f"no worker has the rank {rank}", code="unknown_rank")
@@ -192,16 +192,13 @@ class Router(DispatchDriver):
             self.metrics.limited(grant.tenant)
             raise RouterError(429, f"this API key allows {beyond}; try again later", code="tenant_limit")
 
-    def _check_model(self, model: str) -> None:
-        """Raise RouterError (400, 404) unless a worker lists `model`: an engine's error would name only its own."""
-        if self.workers.lists(model):
+    def resolve_model(self, request: ClientRequest, parsed: ParsedRequest) -> None:
+        """Raise RouterError (400, 404) for a request that names a model, unless a worker lists it: an engine's error
+        would name only its own.
+        """
+        if request.path not in NAMES_MODEL or not self.workers.of_several_models or self.workers.lists(parsed.model):
             return
-        names = ", ".join(map(repr, self.workers.base_models))
-        if not model or model == "default":
-            what = f"the request names no model; this router serves {names}"
-            raise RouterError(400, what, code="model_required", param="model")
-        what = f"the model {model[:256]!r} does not exist; this router serves {names}"
-        raise RouterError(404, what, code="model_not_found", param="model")
+        raise unknown_model(parsed.model, self.workers.base_models)
 
     def _check_loop(self, request: ClientRequest) -> None:
         """Raise RouterError (508) for a request that passed this router before, or more than `MAX_HOPS` routers."""
@@ -222,6 +219,16 @@ class Router(DispatchDriver):
 def _response_in(path: str) -> str:
     """The id of the stored response in a path, "" without one."""
     return path[len(RESPONSES) + 1 :].partition("/")[0] if path.startswith(f"{RESPONSES}/") else ""
+
+
+def unknown_model(model: str, served: Iterable[str]) -> RouterError:
+    """The error for a request for `model`, "" or "default" if it names none, where only `served` models are there."""
+    names = ", ".join(map(repr, served))
+    if not model or model == "default":
+        what = f"the request names no model; this router serves {names}"
+        return RouterError(400, what, code="model_required", param="model")
+    what = f"the model {model[:256]!r} does not exist; this router serves {names}"
+    return RouterError(404, what, code="model_not_found", param="model")
 
 
 def _rank(text: bytes) -> int:

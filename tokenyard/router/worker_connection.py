@@ -18,6 +18,7 @@ from tokenyard.router.http1 import (
     parse_head,
 )
 
+UNIX = "unix"
 MAX_IDLE = 512
 SWITCHING_PROTOCOLS = 101
 HEAD_END = b"\r\n\r\n"
@@ -49,6 +50,7 @@ class ResponseReader(Protocol):
 class WorkerUrl:
     """The URL of a worker.
 
+    host: of a Unix socket, its path.
     path: prefix of every path, "" or like "/llm".
     """
 
@@ -59,7 +61,9 @@ class WorkerUrl:
 
     @classmethod
     def parse(cls, text: str) -> "WorkerUrl":
-        """Parse an http or https URL, or host:port. Raises ConfigError for anything else."""
+        """Parse an http or https URL, host:port, or unix: and a path. Raises ConfigError for anything else."""
+        if text.startswith(f"{UNIX}:/"):
+            return cls(UNIX, text.removeprefix(f"{UNIX}:"), 0, "")
         try:
             parts = urlsplit(text.strip() if "://" in text else f"http://{text.strip()}")
             port = parts.port
@@ -75,11 +79,13 @@ class WorkerUrl:
     @property
     def authority(self) -> str:
         """Host and port as in a Host header."""
+        if self.scheme == UNIX:
+            return "localhost"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.authority}{self.path}"
+        return f"{UNIX}:{self.host}" if self.scheme == UNIX else f"{self.scheme}://{self.authority}{self.path}"
 
 
 def body_of(head: ResponseHead, *, unpack: bool = False, empty: bool = False) -> Body:
@@ -235,12 +241,16 @@ class ConnectionPool:
 
     async def connect(self) -> UpstreamConnection:
         """Open a connection. Raises OSError, of which TimeoutError is one, if that fails."""
-        loop = asyncio.get_running_loop()
-        making = loop.create_connection(
-            lambda: UpstreamConnection(self), self._url.host, self._url.port, ssl=self._context
-        )
-        _, protocol = await asyncio.wait_for(making, self._timeout_s)
+        protocol = UpstreamConnection(self)
+        await asyncio.wait_for(self._open(protocol), self._timeout_s)
         return protocol
+
+    async def _open(self, protocol: UpstreamConnection) -> None:
+        loop, url = asyncio.get_running_loop(), self._url
+        if url.scheme == UNIX:
+            await loop.create_unix_connection(lambda: protocol, url.host)
+        else:
+            await loop.create_connection(lambda: protocol, url.host, url.port, ssl=self._context)
 
     def close(self) -> None:
         """Close all idle connections."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from tokenyard.base import InvalidRequestError, OverloadedError, Slo
+from tokenyard.base.model_facts import ModelFacts
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.server.engine_client import ControlClient, EngineClient, GenerateClient
 from tokenyard.server.http.errors import HttpError
@@ -43,6 +44,7 @@ class ServerOptions:
     """
 
     model_name: str = "model"
+    model_facts: ModelFacts = field(default_factory=ModelFacts)
     model_aliases: tuple[str, ...] = ()
     api_key: str = ""
     admin_api_key: str = ""

@@ -1,6 +1,5 @@
 """Ollama's API: `/api/chat`, `/api/generate`, `/api/tags`, `/api/show`, `/api/ps` and `/api/version`."""
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from tokenyard.base import InvalidRequestError
 from tokenyard.base.version import __version__
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.native.control_routes import Body, State
+from tokenyard.server.ollama.entries import capabilities, list_entry, loaded_entry, shown
 from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion, write_answer
 from tokenyard.server.parse.argument_types import loads_lenient
 from tokenyard.server.parse.events import ContentText, Event, ParsedToolCall, ReasoningText
 from tokenyard.server.prompts import check_chat_body
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, ContinuationFields, parse_body
-from tokenyard.server.state import ServerState
 
 router = APIRouter(prefix="/api")
 
@@ -261,25 +260,6 @@ async def _loaded(call: RequestContext, *, chat: bool) -> None:
     await call.reply.whole(orjson.dumps({**writer.line("", ""), "done": True, "done_reason": "load"}))
 
 
-def _model(state: ServerState) -> dict[str, Any]:
-    """The entry of the one model in lists."""
-    name = state.options.model_name
-    created = datetime.fromtimestamp(state.created_s, UTC).isoformat().replace("+00:00", "Z")
-    digest = hashlib.sha256(name.encode()).hexdigest()
-    return {"name": name, "model": name, "modified_at": created, "size": 0, "digest": digest, "details": _details()}
-
-
-def _details() -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": "",
-        "families": [],
-        "parameter_size": "",
-        "quantization_level": "",
-    }
-
-
 @router.get("/version")
 async def version() -> dict[str, Any]:
     """The version of this server."""
@@ -289,13 +269,16 @@ async def version() -> dict[str, Any]:
 @router.get("/tags")
 async def tags(state: State) -> dict[str, Any]:
     """The models that are there: the one that is served."""
-    return {"models": [_model(state)]}
+    return {"models": [list_entry(state.options.model_name, state.options.model_facts)]}
 
 
 @router.get("/ps")
 async def ps(state: State) -> dict[str, Any]:
     """The models that are loaded: the one that is served."""
-    return {"models": [{**_model(state), "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}]}
+    facts = state.options.model_facts
+    length = state.generator.context_length
+    entry = loaded_entry(state.options.model_name, facts, size=facts.size_bytes, context_length=length, expires_s=None)
+    return {"models": [entry]}
 
 
 @router.post("/show")
@@ -308,18 +291,9 @@ async def show(state: State, body: Body) -> dict[str, Any]:
     name = content.get("model") or content.get("name") if isinstance(content, dict) else None
     state.check_model(str(name or "").removesuffix(":latest"))
     style = state.style
-    capabilities = ["completion", *(["tools"] if style.knows_tools else [])]
-    if style.form is not None and style.form.thinks is not None:
-        capabilities.append("thinking")
-    return {
-        "modelfile": "",
-        "parameters": "",
-        "template": style.template,
-        "details": _details(),
-        "model_info": {
-            "general.architecture": "tokenyard",
-            "tokenyard.context_length": state.generator.context_length,
-        },
-        "capabilities": capabilities,
-        "modified_at": _model(state)["modified_at"],
-    }
+    return shown(
+        state.options.model_facts,
+        template=style.template,
+        context_length=state.generator.context_length,
+        capabilities=capabilities(style),
+    )

@@ -1,0 +1,60 @@
+"""Names of models, folders of models and copies."""
+
+import pytest
+
+from tokenyard.base import ConfigError
+from tokenyard.base.model_facts import ModelFacts
+from tokenyard.multi_model.catalog import Catalog, ModelPlan, are_several
+
+
+def plan(path):
+    if "broken" in path.name:
+        raise ConfigError("it is damaged")
+    return ModelPlan(path, path, ModelFacts(), 1, None, "", ())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "c.gguf").touch()
+    (tmp_path / "notes").mkdir()
+    return tmp_path
+
+
+def test_a_folder_has_its_models(folder):
+    assert are_several([str(folder)])
+    assert not are_several([str(folder / "a")])
+    assert are_several([str(folder / "a"), str(folder / "b")])
+    assert list(Catalog([folder], plan)) == ["a", "b", "c"]
+
+
+def test_models_that_are_added_later_are_found_and_broken_ones_tried_again(folder):
+    (folder / "broken.gguf").touch()
+    found = Catalog([folder], plan)
+    assert found.broken == {"broken": "it is damaged"}
+    (folder / "d.gguf").touch()
+    assert found.refresh() == ["d"]
+    assert found.find("d:latest") == "d"
+    assert found.find("broken") == ""
+
+
+def test_copies_are_second_names(folder):
+    found = Catalog([folder], plan)
+    found.copy("a", "mine:latest")
+    assert found.find("mine") == found.find("mine:latest") == "a"
+    with pytest.raises(ConfigError, match="already"):
+        found.copy("a", "b")
+    with pytest.raises(ConfigError, match="characters"):
+        found.copy("a", "x\n")
+    assert not found.remove_copy("a")
+    assert found.remove_copy("mine:latest")
+    assert found.find("mine") == ""
+
+
+def test_two_models_of_one_name_and_no_model_at_all_are_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"two models have the name a: .*rename"):
+        Catalog([folder, folder / "a"], plan)
+    with pytest.raises(ConfigError, match="no model in"):
+        Catalog([tmp_path / "broken.gguf", tmp_path / "broken-too"], plan)

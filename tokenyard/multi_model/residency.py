@@ -1,0 +1,180 @@
+"""Which models are in memory: decides what to load and what to unload. Pure.
+
+A model is loaded when a request waits for it, and unloaded when it has been idle for its `keep_alive`, or when another
+model needs its memory; never while a request runs on it. Models are loaded one at a time, the one that has waited
+longest first. Idle models leave first, the longest unused before the others. If all are busy, those that have
+been loaded for `MIN_LOADED_NS` yield once the first in line has waited for `MAX_WAIT_NS`: they take no new request, and
+leave when their running ones have ended. So the wait for a model is bounded by the requests that run, and two models
+that do not fit together take turns of at least `MIN_LOADED_NS`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tokenyard.base import NS_PER_S
+
+MAX_WAIT_NS = 10 * NS_PER_S
+MIN_LOADED_NS = 10 * NS_PER_S
+
+UNLOADED, LOADING, LOADED, UNLOADING = "unloaded", "loading", "loaded", "unloading"
+
+
+@dataclass(slots=True)
+class Usage:
+    """The requests for one model. running: those that its engine has; waiting: the others."""
+
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class Resident:
+    """A model and where it is.
+
+    need: bytes that it takes while its engine runs.
+    phase: UNLOADED, LOADING, LOADED or UNLOADING.
+    default_ns: how long it stays loaded without requests, where none says it; None for ever.
+    keep_alive_ns: the same, by the last request that said it since it was loaded.
+    loaded_ns: since when it is loaded.
+    used_ns: when its last request ended, or when it was loaded.
+    waited_ns: since when requests wait for it to be loaded; None if none does.
+    yields: whether it takes no new requests, as another model waits for its memory.
+    """
+
+    name: str
+    need: int
+    default_ns: int | None
+    keep_alive_ns: int | None
+    phase: str = UNLOADED
+    loaded_ns: int = 0
+    used_ns: int = 0
+    waited_ns: int | None = None
+    yields: bool = False
+
+    def expires_ns(self) -> int | None:
+        """When it is unloaded if no request comes; None for never."""
+        return None if self.keep_alive_ns is None else self.used_ns + self.keep_alive_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Start the engine of a model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Stop the engine of a model, on which no request runs. why: for the log."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """Send no new requests to the engine of a model."""
+
+    name: str
+
+
+ResidencyAction = Load | Unload | Yield
+
+
+class Residency:
+    """The models of a machine and their memory.
+
+    budget: bytes that the engines may take together.
+    max_loaded: most models in memory at once; 0 for no limit.
+    """
+
+    def __init__(self, budget: int, max_loaded: int = 0) -> None:
+        self.budget, self.max_loaded = budget, max_loaded
+        self._models: dict[str, Resident] = {}
+
+    def __getitem__(self, name: str) -> Resident:
+        return self._models[name]
+
+    def __iter__(self) -> Iterator[Resident]:
+        return iter(list(self._models.values()))
+
+    @property
+    def used(self) -> int:
+        """Bytes of the models that are not unloaded."""
+        return sum(model.need for model in self._models.values() if model.phase != UNLOADED)
+
+    def add(self, name: str, need: int, keep_alive_ns: int | None) -> None:
+        """Add a model, which is not loaded."""
+        self._models[name] = Resident(name, need, keep_alive_ns, keep_alive_ns)
+
+    def loaded(self, name: str, now: int) -> None:
+        """The engine of a model accepts requests."""
+        model = self._models[name]
+        if model.phase == LOADING:
+            model.phase, model.loaded_ns, model.used_ns, model.waited_ns = LOADED, now, now, None
+
+    def ended(self, name: str, now: int) -> None:
+        """A request for a model has ended."""
+        self._models[name].used_ns = now
+
+    def stopped(self, name: str) -> None:
+        """The engine of a model has ended, as it was told or by itself."""
+        model = self._models[name]
+        model.phase, model.yields, model.keep_alive_ns = UNLOADED, False, model.default_ns
+
+    def plan(self, now: int, usage: Mapping[str, Usage]) -> list[ResidencyAction]:
+        """What to do now. Called after every event, and once in a while.
+
+        usage: the requests for each model.
+        """
+        actions: list[ResidencyAction] = []
+        for model in self._models.values():
+            use = usage[model.name]
+            expires = model.expires_ns()
+            idle = not use.running and not use.waiting
+            if model.phase != LOADED:
+                waits = model.phase == UNLOADED and use.waiting > 0
+                model.waited_ns = (now if model.waited_ns is None else model.waited_ns) if waits else None
+            elif model.yields and not use.running:
+                actions.append(self._unload(model, "another model waits for its memory"))
+            elif idle and expires is not None and expires <= now:
+                actions.append(self._unload(model, "it was idle for its keep_alive"))
+        actions += self._load_next(now, usage)
+        return actions
+
+    def _load_next(self, now: int, usage: Mapping[str, Usage]) -> list[ResidencyAction]:
+        """Load the model that has waited longest, or make room for it."""
+        models = self._models.values()
+        line = [model for model in models if model.waited_ns is not None]
+        if not line or any(model.phase == LOADING for model in models):
+            return []
+        first = min(line, key=lambda model: model.waited_ns or 0)
+        if self._fits(first, [model for model in models if model.phase != UNLOADED]):
+            first.phase, first.waited_ns = LOADING, None
+            return [Load(first.name)]
+        staying = [model for model in models if model.phase == LOADED and not model.yields]
+        actions: list[ResidencyAction] = []
+        for model in sorted(staying, key=lambda model: model.used_ns):
+            if self._fits(first, staying):
+                return actions
+            use = usage[model.name]
+            if not use.running and not use.waiting:
+                staying.remove(model)
+                actions.append(self._unload(model, f"{first.name} needs its memory"))
+        if now - (first.waited_ns or 0) < MAX_WAIT_NS:
+            return actions
+        for model in sorted(staying, key=lambda model: model.loaded_ns):
+            if not self._fits(first, staying) and now - model.loaded_ns >= MIN_LOADED_NS:
+                staying.remove(model)
+                model.yields = True
+                actions.append(Yield(model.name))
+        return actions
+
+    def _fits(self, model: Resident, others: list[Resident]) -> bool:
+        """Whether a model fits into memory together with `others`."""
+        enough = sum(other.need for other in others) + model.need <= self.budget
+        return enough and not (self.max_loaded and len(others) >= self.max_loaded)
+
+    def _unload(self, model: Resident, why: str) -> Unload:
+        model.phase = UNLOADING
+        return Unload(model.name, why)
