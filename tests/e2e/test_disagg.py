@@ -114,6 +114,20 @@ def test_prompts_are_computed_there_and_the_answer_is_the_same(engines):
 
 
 @pytest.mark.slow
+def test_kv_of_one_byte_is_handed_over_with_its_scales(settings):
+    flags = (*FLAGS, "--config", settings, "--kv-cache-dtype", "fp8_e4m3")
+    p = Server(*flags, "--disaggregation-mode", "prefill")
+    d = Server(*flags, "--disaggregation-mode", "decode", "--prefill-engines", p.url)
+    try:
+        wait_until(lambda: disagg_state(d).get("connected"))
+        assert ask(d, "Anna") == ask(p, "Anna")
+        wait_until(lambda: disagg_state(d).get("transferred") == 1)
+    finally:
+        for server in (d, p):
+            server.close()
+
+
+@pytest.mark.slow
 def test_halves_of_a_request_meet_by_their_bootstrap_room(engines):
     p, d = engines
     host, port = disagg_state(p)["address"].split(":")

@@ -70,14 +70,11 @@ class KvPool:
         shape = (len(layers), config.kv_planes, slots, *kv_shape)
         if dtype.itemsize == 1:
             shape, dtype = (*shape[:-1], shape[-1] + SCALE_BYTES), torch.uint8
-        if memory is None:
-            self.tensor = torch.empty(shape, device=device, dtype=dtype)
-        else:
-            self.tensor = memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-        if device.type == "cpu":
-            advise_huge_pages(self.tensor)
         # Zeros, because a masked slot counts as 0 * value, which must never be 0 * NaN.
-        self.tensor.zero_()
+        if memory is None:
+            self.tensor = _zeros(shape, device, dtype)
+        else:
+            self.tensor = memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape).zero_()
         self._layers = [(layer[0], layer[-1]) for layer in self.tensor]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,6 +108,17 @@ class KvPool:
         planes = np.arange(2 * len(self.tensor)) * (self.tensor.stride(1) * self.tensor.itemsize)
         begin = self.tensor.data_ptr() + planes
         return KvPieces(begin + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, str(self.tensor.device))
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros; on Linux memory that is zero before it is written, so that a large pool takes no time at the start."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or sys.platform != "linux" or not nbytes:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    lazy = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made = torch.frombuffer(lazy, dtype=torch.uint8).view(dtype).view(shape)
+    advise_huge_pages(made)
+    return made
 
 
 def give_back_pages(tensor: torch.Tensor) -> None:
