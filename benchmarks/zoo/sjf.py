@@ -7,13 +7,13 @@ from tokenyard.sim import Engine, Workload, WorkloadBuilder, run
 
 
 def chats_and_reports(count: int = 400) -> Workload:
-    """Short chats and long reports, whose class predicts their length, faster than the engine serves."""
+    """Chats with short and a tenant's reports with long answers, faster than the engine serves them."""
     rng, builder = np.random.default_rng(3), WorkloadBuilder("chats and reports")
     for number, at_s in enumerate(np.cumsum(rng.exponential(1 / 40, count)).tolist()):
         report = rng.random() < 0.3
         answer = max(int(rng.lognormal(np.log(700 if report else 60), 0.4)), 1)
-        kind = "report" if report else "chat"
-        builder.add(f"request {number}", at_s, 200, answer, max_new_tokens=4_000, service_class=kind)
+        tenant = "reports" if report else "chats"
+        builder.add(f"request {number}", at_s, 200, answer, max_new_tokens=4_000, tenant=tenant)
     return builder.build()
 
 
@@ -34,6 +34,6 @@ ENTRY = Entry(
     "SJF by predicted length",
     "Fu et al. 2024, Efficient LLM Scheduling by Learning to Rank (arXiv 2408.15792)",
     "2.8 times lower latency per token in chatbot serving",
-    "lengths from the history of a class, no learned ranking; 400 synthetic requests on a simulated H100",
+    "lengths from the history of a tenant, no learned ranking; 400 synthetic requests on a simulated H100",
     measure,
 )

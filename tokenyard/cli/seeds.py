@@ -3,22 +3,25 @@
 import argparse
 import multiprocessing
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tokenyard.base.percent import percent
 from tokenyard.cli.simulation_arguments import named_setup, of_seed, progress_bar
 from tokenyard.cli.task_pool import TaskPool
-from tokenyard.sim.report.intervals import Interval, figure, interval, over_seeds
+from tokenyard.sim.report.intervals import Interval, figure, interval, over_seeds, share_bounds
 from tokenyard.sim.report.request_table import request_columns, stacked, write_table
 from tokenyard.sim.report.summary import fleet_summary
 from tokenyard.sim.simulate import Outcome, Setup, simulate
 from tokenyard.sim.traces.workload import Workload
 
+ATTAINMENT = "slo_attainment"
 ROWS = (
-    ("SLO attainment (%)", "slo_attainment", 100.0),
+    ("SLO attainment (%)", ATTAINMENT, 100.0),
     ("TTFT mean (s)", "ttft_s.mean", 1.0),
     ("TTFT p50 (s)", "ttft_s.p50", 1.0),
     ("TTFT p99 (s)", "ttft_s.p99", 1.0),
@@ -90,6 +93,8 @@ def print_seeds(outcomes: Outcomes) -> None:
     first = next(iter(runs))
     for label, path, factor in ROWS:
         cells = [_text(_values(of_name, path, factor)) for of_name in runs.values()]
+        if path == ATTAINMENT:
+            cells = [_share(of_name) for of_name in runs.values()]
         if any(cell != "-" for cell in cells):
             table.add_row(label, *cells)
         if len(runs) > 1:
@@ -104,6 +109,15 @@ def print_seeds(outcomes: Outcomes) -> None:
 def _values(summaries: Sequence[Mapping[str, Any]], path: str, factor: float) -> list[float | None]:
     found = [figure(numbers, path) for numbers in summaries]
     return [None if value is None else factor * value for value in found]
+
+
+def _share(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """The attainment with its interval, which is not symmetric: a share of 100 % can only be less."""
+    values = [value for value in _values(summaries, ATTAINMENT, 1.0) if value is not None]
+    if not values:
+        return "-"
+    low, high = share_bounds(values, summaries[0]["requests"])
+    return f"{percent(mean(values), 2)} ({percent(low, 2)} to {percent(high, 2)})"
 
 
 def _text(values: Sequence[float | None]) -> str:

@@ -7,7 +7,7 @@ trace, the better half on a longer one, the finalists on the whole trace, and th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import ceil, sqrt
+from math import ceil
 from statistics import mean
 
 from tokenyard.sim.planner.trial import (
@@ -20,7 +20,7 @@ from tokenyard.sim.planner.trial import (
     busiest,
     smallest,
 )
-from tokenyard.sim.report.intervals import student_half
+from tokenyard.sim.report.intervals import share_bounds
 from tokenyard.sim.traces.workload import Workload
 
 FINALISTS = 3
@@ -31,16 +31,10 @@ ASSUMED_ERROR = 0.2
 """The assumed error of a cost model whose error was not measured."""
 MIN_SPEEDUP = 0.05
 
-NORMAL_95 = 1.96
-
 
 @dataclass(frozen=True)
 class ConfidenceInterval:
-    """A mean of shares over seeds with its 95 % interval.
-
-    The interval is, on each side, the wider of two: Student's t over the seeds, which shows how the share varies with
-        the arrivals, and Wilson's score interval (Wilson 1927), which accounts for the number of requests. It is never
-        empty: 1,000 requests that all meet their targets show that at least 99.6 % do.
+    """A mean of shares over seeds with its 95 % interval (`share_bounds`).
 
     values: one share per seed.
     requests: number of requests behind each share.
@@ -57,19 +51,7 @@ class ConfidenceInterval:
     @property
     def bounds(self) -> tuple[float, float]:
         """The 95 % interval, within 0 and 1."""
-        low, high = wilson(self.mean, self.requests)
-        if len(self.values) > 1:
-            half = student_half(self.values)
-            low, high = min(low, self.mean - half), max(high, self.mean + half)
-        return max(low, 0.0), min(high, 1.0)
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval for a share observed among `count` requests."""
-    z2 = NORMAL_95 * NORMAL_95
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = NORMAL_95 * sqrt(share * (1 - share) / count + z2 / (4 * count * count)) / (1 + z2 / count)
-    return middle - half, middle + half
+        return share_bounds(self.values, self.requests)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def _too_long(outcome: Outcome) -> list[str]:
     """A sentence on the prompts that do not fit the context, if any."""
     context = outcome.setup.settings.context_length
     count = int((outcome.workload.prompt_tokens >= context).sum())
-    told = f"{count} prompts do not fit the context of {context} tokens and are refused (--context-length)"
+    fit, are = ("prompt does", "is") if count == 1 else ("prompts do", "are")
+    told = f"{count} {fit} not fit the context of {context} tokens and {are} refused (--context-length)"
     return [told] if count else []
 
 
