@@ -15,6 +15,7 @@ need_compiler()
 from tokenyard.executor.attention.triton import attention_kernel as attention  # noqa: E402
 from tokenyard.executor.attention.triton import layer_kernels as layers  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, FEW_SPLITS  # noqa: E402
+from tokenyard.executor.attention.triton.fp8_kernels import quantize_rows  # noqa: E402
 from tokenyard.executor.attention.triton.sampling_kernels import TritonSamplingBackend  # noqa: E402
 from tokenyard.executor.sampling.sampling_batch import SamplingRows  # noqa: E402
 from tokenyard.executor.sampling.top_k_top_p import SamplingInputs  # noqa: E402
@@ -95,7 +96,9 @@ def test_the_other_kernels_fit_devices(capability, dtype):
         layers.norm(x, weight, 1e-5)
         layers.add_norm(x, x, weight, 1e-5)
         layers.silu_gate(*torch.zeros(6, 28672, dtype=dtype).chunk(2, dim=-1))
+        for block in (128, 4096):
+            quantize_rows(x, block)
         layers.rotate_and_store(qkv, cos_sin, slots, pool[0], pool[1], norms, 1e-5)
         kernels.draw(logits, SamplingInputs(rows, pool_rows, positions, kernels.likeliest(logits), kept))
     check(launches.binaries, capability)
-    assert len(launches.binaries) == 7
+    assert len(launches.binaries) == 9

@@ -12,6 +12,7 @@ import torch
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.formats.byte_groups import byte_rows, format_of_bytes
+from tokenyard.executor.formats.cuda_products import ScaledRows
 from tokenyard.executor.formats.int4_groups import format_of_groups, input_order, int4_rows
 from tokenyard.executor.formats.packed import PackedBytes, PackedRows
 from tokenyard.executor.formats.unpacked import UnpackedMatrices
@@ -30,8 +31,8 @@ FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.
 class QuantizedWeights:
     """A checkpoint whose matrices are quantized as its config says; tensors without such parts are handed out as usual.
 
-    See PackedSource: matrices of four bits (AWQ, GPTQ, compressed-tensors) and of fp8 or int8 without zero points (fp8,
-    compressed-tensors) stay packed where their groups are whole blocks.
+    See ScaledSource, and PackedSource: matrices of four bits (AWQ, GPTQ, compressed-tensors) and of fp8 or int8 without
+    zero points (fp8, compressed-tensors) stay packed where their groups are whole blocks.
 
     quantization: the `quantization_config` of config.json.
     unpacked: takes what is dequantized.
@@ -112,6 +113,28 @@ class QuantizedWeights:
                 raise ConfigError(_misfit(name, shape, parts, error)) from error
 
         return PackedRows(form, shape, read, order)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """See ScaledSource."""
+        return self._source.convert(torch.empty(0))
+
+    def scaled(self, name: str, shape: tuple[int, int]) -> ScaledRows | None:
+        """See ScaledSource."""
+        parts = self._source.parts(name.removesuffix("weight"), self._names)
+        weight, scale = parts.get("weight"), parts.get("weight_scale", parts.get("weight_scale_inv"))
+        if weight is None or scale is None or weight.dtype != torch.float8_e4m3fn or tuple(weight.shape) != shape:
+            return None
+        device = self.like.device
+        if scale.numel() == 1:
+            scales = scale.float().flatten().expand(shape[0])
+        elif scale.numel() == shape[0]:
+            scales = scale.float().flatten()
+        elif tuple(self._block) == (128, 128) and tuple(scale.shape) == tuple(-(-size // 128) for size in shape):
+            scales = scale.float()
+        else:
+            return None
+        return ScaledRows(weight.to(device), scales.to(device))
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor `name`; see Weights. Raises ConfigError, naming it, for parts that do not fit together."""

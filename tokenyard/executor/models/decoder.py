@@ -222,13 +222,15 @@ class _Attention:
         self._qk_norm = _qk_norm(config, weights, prefix) if config.qk_norm else None
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
+        self._qkv: Product
         if self._gated:
             sizes[f"{prefix}.q_proj"] *= 2
-        weight, bias = fused_parts(weights, sizes, config.hidden_size, config.qkv_bias)
-        if self._gated:
+            weight, bias = fused_parts(weights, sizes, config.hidden_size, config.qkv_bias)
             weight = _gates_last(weight, config.num_heads, config.head_dim)
             bias = None if bias is None else _gates_last(bias, config.num_heads, config.head_dim)
-        self._qkv: Product = Linear(weight, bias)
+            self._qkv = Linear(weight, bias)
+        else:
+            self._qkv = fused(weights, sizes, config.hidden_size, config.qkv_bias)
         output = fused(weights, {f"{prefix}.o_proj": config.hidden_size}, q_size, config.output_bias)
         self._output: Product = output if tp_comm is None else tp_comm.output(output)
         self._kernels: FusedKernels | None = None

@@ -2,9 +2,10 @@
 
 import torch
 
+from tokenyard.executor.formats.cuda_products import cuda_product
 from tokenyard.executor.layers.grouped_experts import GroupedExperts, stacked
 from tokenyard.executor.layers.grouped_experts import why_not as why_not_grouped
-from tokenyard.executor.layers.linear import Linear
+from tokenyard.executor.layers.linear import Linear, Product
 from tokenyard.executor.layers.mlp import ExpertLoop, Experts, GatedMlp, gating
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.models.config import ModelConfig
@@ -41,9 +42,12 @@ def read_norm(config: ModelConfig, weights: Weights, name: str, size: int = 0) -
     return RMSNorm(weights.get(f"{name}.weight", (size or config.hidden_size,)), config.norm_eps, config.norm_offset)
 
 
-def fused(weights: Weights, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:
-    """One product in the place of several over the same input; see fused_parts."""
-    return Linear(*fused_parts(weights, outputs, inputs, bias))
+def fused(weights: Weights, outputs: dict[str, int], inputs: int, bias: bool) -> Product:
+    """One product in the place of several over the same input; see fused_parts. Packed where a CUDA device multiplies
+    what the checkpoint has.
+    """
+    found = cuda_product(weights, outputs, inputs, fused_bias(weights, outputs) if bias else None)
+    return found or Linear(*fused_parts(weights, outputs, inputs, bias))
 
 
 def fused_parts(
@@ -51,7 +55,10 @@ def fused_parts(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return weight and bias of several products over the same input as of one; `outputs` maps names to sizes."""
     parts = [weights.get(f"{name}.weight", (size, inputs)) for name, size in outputs.items()]
-    biases = [weights.get(f"{name}.bias", (size,)) for name, size in outputs.items()] if bias else []
-    if len(parts) == 1:
-        return parts[0], biases[0] if biases else None
-    return torch.cat(parts), torch.cat(biases) if biases else None
+    return parts[0] if len(parts) == 1 else torch.cat(parts), fused_bias(weights, outputs) if bias else None
+
+
+def fused_bias(weights: Weights, outputs: dict[str, int]) -> torch.Tensor:
+    """Return the bias of several products as of one."""
+    biases = [weights.get(f"{name}.bias", (size,)) for name, size in outputs.items()]
+    return biases[0] if len(biases) == 1 else torch.cat(biases)
