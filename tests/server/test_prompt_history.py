@@ -6,6 +6,7 @@ import pytest
 
 from tests.server.fake import FakeManager
 from tests.server.test_explain import EXPLAINED
+from tokenyard.base.prompt_parts import compare
 from tokenyard.cli.explain import cache_line
 from tokenyard.server.http import prompt_history
 from tokenyard.server.http.prompt_history import PromptHistory
@@ -18,6 +19,29 @@ def turn(history, rid, messages, cached, tokens=1000, tenant="a", tools=(), **ot
     history.began(tenant, "s", rid, messages, tools, **other)
     history.answered(tenant, "s", rid, tokens, cached)
     return history.report(rid)
+
+
+DATED = {"role": "system", "content": "Today is 2026-11-24."}
+THOUGHT = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "how"),
+    [
+        (DATED, {**DATED, "content": "Today is 2026-11-25."}, "changed: a date or time"),
+        (DATED, {**DATED, "content": "It was 2026-11-24."}, "changed"),
+        (DATED, {"content": DATED["content"], "role": "system"}, "reordered: the keys are the same in another order"),
+        (THOUGHT, {"role": "assistant", "content": "Yes"}, "rewritten: its reasoning was dropped"),
+        ({**DATED, "content": "x" * 17_000 + "2026-11-24"}, DATED, "changed"),
+    ],
+)
+def test_a_changed_part_says_how_as_cache_check_does(before, after, how):
+    history = PromptHistory()
+    turn(history, "r1", [before, ASK], 0)
+    report = turn(history, "r2", [after, ASK], 0)
+    assert (report.cause, report.part, report.how) == ("changed", "messages[0]", how)
+    assert compare({"messages": [before, ASK]}, {"messages": [after, ASK]}).how == how
+    assert cache_line({"cache": report.describe()}).endswith(f"({how})")
 
 
 @pytest.mark.parametrize(

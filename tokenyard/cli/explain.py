@@ -57,7 +57,9 @@ def cache_line(found: dict[str, Any]) -> str:
     if cache["cause"] == "evicted":
         why = eviction(cache)
     else:
-        why = CAUSES.get(cache["cause"]) or f"{cache['part']} differs from the turn before, {cache['before']}"
+        why = CAUSES.get(cache["cause"]) or f"{cache['part']} differs from the turn before, {cache['before']}" + (
+            f" ({cache['how']})" if cache.get("how") else ""
+        )
     tokens = f"{cache['cached_tokens']} of {cache['prompt_tokens']} prompt tokens were cached"
     return f"turn {found.get('turn', 0)} of session {found.get('session', '')}: {tokens}; {why}"
 

@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from tokenyard.base.prompt_parts import DIGEST_BYTES, digest, first_difference, parts_of
+from tokenyard.base.prompt_parts import (
+    DIGEST_BYTES,
+    HOWS,
+    digest,
+    first_difference,
+    form_digests,
+    how_changed,
+    parts_of,
+)
 
 MAX_SESSIONS = 4096
 MAX_REPORTS = 4096
@@ -18,6 +26,9 @@ MAX_HISTORY_BYTES = 16_000_000
 MAX_AGE_S = 3600.0
 MAX_LOST_TOKENS = 128
 """Tokens at the end of the turn before that need not be cached: the last page, and what a template writes there."""
+
+MAX_FORM_BYTES = 16_384
+"""Bytes of a prompt's new parts that are looked at for dates, ids and the like: more would hold up the event loop."""
 
 BLOCK_CHARS = 256
 """Prompts as the chat template writes them are compared in blocks of this length."""
@@ -41,6 +52,7 @@ class CacheReport:
         prompt, but the chat template writes them differently now. "lost": it stands in this prompt, but its KV is at
         another rank. "unknown": the answer has not begun.
     part: the first part of the turn before that changed, by its name in the conversation; "" for none.
+    how: what is known of the change, such as "changed: a date or time"; "" for none.
     before: the request id of the turn before, "" for none.
     before_tokens: the tokens of its prompt.
     prompt_tokens, cached_tokens: those of this turn.
@@ -51,6 +63,7 @@ class CacheReport:
 
     cause: Cause = "unknown"
     part: str = ""
+    how: str = ""
     before: str = ""
     before_tokens: int = 0
     prompt_tokens: int = 0
@@ -74,6 +87,7 @@ class Prompt:
     """The prompt of a turn.
 
     names, digests: of its parts.
+    forms: `form_digests` of its parts, b"" where they are not known.
     chars: the length of its text as the template writes it.
     blocks: a hash of each whole block of `BLOCK_CHARS` of that text.
     """
@@ -83,6 +97,7 @@ class Prompt:
     adapter: str
     names: list[str] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    forms: list[bytes] = field(default_factory=list)
     tokens: int = 0
     at_s: float = 0.0
     chars: int = 0
@@ -91,7 +106,7 @@ class Prompt:
     @property
     def nbytes(self) -> int:
         """Its size in bytes, about."""
-        return 200 + len(self.digests) * (DIGEST_BYTES + 50) + len(self.blocks) * self.blocks.itemsize
+        return 200 + len(self.digests) * (DIGEST_BYTES * (1 + len(HOWS)) + 90) + len(self.blocks) * self.blocks.itemsize
 
 
 class PromptHistory:
@@ -128,8 +143,9 @@ class PromptHistory:
         text: the prompt as the chat template writes it.
         turn: its index in the session.
         """
-        parts = [(name, digest(content)) for name, content in parts_of(tools, messages)]
-        prompt = Prompt(rid, salt, adapter, [name for name, _ in parts], [one for _, one in parts], at_s=self._clock())
+        parts = list(parts_of(tools, messages))
+        digests = [digest(content) for _, content in parts]
+        prompt = Prompt(rid, salt, adapter, [name for name, _ in parts], digests, at_s=self._clock())
         prompt.chars = len(text)
         # Hashes of str are of 64 bits with a key of this process: as good as a digest here, and much faster.
         ends = range(BLOCK_CHARS, len(text) + 1, BLOCK_CHARS)
@@ -139,6 +155,7 @@ class PromptHistory:
             self._bytes -= before.nbytes
             if before.at_s < prompt.at_s - MAX_AGE_S:
                 before = None
+        prompt.forms = _forms(before, digests, [content for _, content in parts])
         report = _compared(before, prompt, turn)
         self._last[tenant, session] = prompt
         self._bytes += prompt.nbytes
@@ -168,6 +185,18 @@ class PromptHistory:
             self._bytes -= prompt.nbytes
 
 
+def _forms(before: Prompt | None, digests: Sequence[bytes], contents: Sequence[bytes]) -> list[bytes]:
+    """`form_digests` of each part, from the prompt before where the part is the same."""
+    forms, left = [], MAX_FORM_BYTES
+    for place, content in enumerate(contents):
+        if before is not None and place < len(before.digests) and before.digests[place] == digests[place]:
+            forms.append(before.forms[place])
+            continue
+        left -= len(content)
+        forms.append(form_digests(content) if left >= 0 else b"")
+    return forms
+
+
 def _compared(before: Prompt | None, prompt: Prompt, turn: int) -> CacheReport:
     if before is None:
         return CacheReport("elsewhere" if turn else "first")
@@ -181,6 +210,8 @@ def _compared(before: Prompt | None, prompt: Prompt, turn: int) -> CacheReport:
         report.cause = "other_adapter"
     elif place is not None:
         report.cause, report.part = "changed", before.names[place]
+        if place < len(prompt.forms) and prompt.names[place] == report.part:
+            report.how = how_changed(before.forms[place], prompt.forms[place])
     return report
 
 
