@@ -1,7 +1,9 @@
 """Runs worlds, prints broken ones: `python -m tests.world [--first SEED] [--seeds N | --minutes M] [--shrink]`."""
 
 import argparse
+import signal
 import time
+from collections import Counter
 
 from tests.world.shrink import shrink
 from tests.world.world import make_story, run
@@ -12,30 +14,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=10**9)
-    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="minutes of CPU time")
     parser.add_argument("--shrink", action="store_true")
     args = parser.parse_args()
-    begin = time.perf_counter()
-    worlds = broken = asked = lost = faults = 0
+    begin = time.process_time()
+    worlds = broken = asked = lost = 0
+    faults: Counter[str] = Counter()
     simulated = 0.0
-    for seed in range(args.first, args.first + args.seeds):
-        if time.perf_counter() - begin > args.minutes * 60:
-            break
-        story = make_story(seed)
-        outcome = run(story)
-        worlds, asked, lost = worlds + 1, asked + len(outcome.seen), lost + outcome.lost
-        faults, simulated = faults + len(story.faults), simulated + outcome.seconds
-        if outcome.violations:
-            broken += 1
-            print(f"--- {story}")
-            print(*outcome.violations[:12], sep="\n")
-            if args.shrink:
-                print("--- cut down to:", shrink(story, outcome.violations), sep="\n", flush=True)
-    took = time.perf_counter() - begin
+    # Stop it early, and it says what it has found so far.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for seed in range(args.first, args.first + args.seeds):
+            if time.process_time() - begin > args.minutes * 60:
+                break
+            story = make_story(seed)
+            outcome = run(story)
+            worlds, asked, lost = worlds + 1, asked + len(outcome.seen), lost + outcome.lost
+            simulated += outcome.seconds
+            faults.update(fault.kind for fault in story.faults)
+            if outcome.violations:
+                broken += 1
+                print(f"--- {story}")
+                print(*outcome.violations[:12], sep="\n", flush=True)
+                if args.shrink:
+                    print("--- cut down to:", shrink(story, outcome.violations), sep="\n", flush=True)
+    except KeyboardInterrupt:
+        pass
+    took = time.process_time() - begin
     print(
-        f"{worlds} worlds, {simulated:.0f} simulated s ({simulated / max(took, 1e-9):.0f} a second), {asked} requests, "
-        f"{faults} faults, {lost} answers lost, {broken} worlds with violations, {took:.0f} s"
+        f"{worlds} worlds, {simulated:.0f} simulated s ({simulated / max(took, 1e-9):.1f} a second), {asked} requests, "
+        f"{faults.total()} faults, {lost} answers lost, {broken} worlds with violations, {took:.0f} s of CPU time"
     )
+    print("faults:", ", ".join(f"{count} {kind}" for kind, count in faults.most_common()))
     return 1 if broken else 0
 
 

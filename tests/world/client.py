@@ -1,28 +1,44 @@
 """Clients that know the true answer: its tokens are a function of prompt and position (`executor/mock.py`)."""
 
 import asyncio
+import functools
 import json
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tests.world.engine import MODEL, text_side
+from tests.world.engine import MODEL, adapter_folder, text_side
+from tokenyard.base import WeightSource
 from tokenyard.executor.kv_ownership_check import history_marks, mix
 from tokenyard.executor.mock import load_executor
+from tokenyard.kv_layout.model_digest import adapter_digest
 
 INFO = load_executor(MODEL).info
 
 
-def true_tokens(prompt: list[int], count: int) -> list[int]:
-    """The greedy answer to a prompt. It has no eos, so its length is the one that was asked for."""
-    key = mix(history_marks(np.array(prompt, np.int32))[-1:])
+def true_tokens(prompt: list[int], count: int, adapter: str = "", weights: str = "") -> list[int]:
+    """The greedy answer to a prompt. It has no eos, so its length is the one that was asked for.
+
+    adapter: the name of a LoRA adapter.
+    weights: the folder of the weights in use, "" for those that the engines start with.
+    """
+    key = mix(history_marks(np.array(prompt, np.int32), adapter=adapter and adapter_key(adapter))[-1:])
     positions = np.arange(len(prompt), len(prompt) + count, dtype=np.uint64)
+    if weights:
+        positions += np.uint64(zlib.crc32(load_executor(MODEL).prepare_weights(WeightSource(weights)).encode()))
     tokens = (mix(key + positions) % np.uint64(INFO.vocab_size)).astype(np.int64)
     for _ in INFO.eos_token_ids:
         tokens += np.isin(tokens, INFO.eos_token_ids)
         tokens %= INFO.vocab_size
     return tokens.tolist()
+
+
+@functools.cache
+def adapter_key(name: str) -> str:
+    """What engines call an adapter."""
+    return f"{name}#{adapter_digest(adapter_folder(name))}"
 
 
 def true_text(tokens: list[int]) -> str:
@@ -39,6 +55,11 @@ class Ask:
     chat: the content of a message, instead of the prompt's ids.
     n: how many answers. Greedy ones are all the same.
     priority: as in the API; other requests may preempt it.
+    adapter: a LoRA adapter; "" for none.
+    regex: a grammar, which the mock executor compiles and does not follow; "" for none.
+    session: the session that it is a turn of; "" for none.
+    closes: whether the client closes the session after the answer.
+    weights: the weights that engines may have in turn while it runs, as folders; "" for those of the start.
     """
 
     number: int
@@ -52,6 +73,11 @@ class Ask:
     chat: str = ""
     n: int = 1
     priority: int = 0
+    adapter: str = ""
+    regex: str = ""
+    session: str = ""
+    closes: bool = False
+    weights: tuple[str, ...] = ("",)
 
     @property
     def path(self) -> str:
@@ -61,8 +87,11 @@ class Ask:
     def body(self) -> dict[str, Any]:
         """The fields that it sends."""
         fields = {"messages": [{"role": "user", "content": self.chat}]} if self.chat else {"prompt": self.prompt}
-        fields |= {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": True, "stream": self.stream}
+        fields |= {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": not self.regex, "stream": self.stream}
         fields |= {"return_token_ids": True, "n": self.n, "priority": self.priority}
+        fields |= {"model": self.adapter} if self.adapter else {}
+        fields |= {"regex": self.regex} if self.regex else {}
+        fields |= {"session_id": self.session} if self.session else {}
         return fields | ({"stream_options": {"include_usage": True}} if self.stream else {})
 
     def prompt_ids(self) -> list[int]:
@@ -135,7 +164,7 @@ async def _read(ask: Ask, seen: Seen, reader: asyncio.StreamReader) -> None:
     if "content-length" in headers:
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
         if status != 200:
-            seen.end = f"{status} {body['error'].get('code')}"
+            seen.end = f"{status} {body['error'].get('code')}: {body['error'].get('message')}"
             return
         _take(seen, body)
         seen.usage, seen.end = body.get("usage"), "done"
@@ -222,12 +251,15 @@ async def post(address: tuple[str, int], path: str, body: dict[str, Any]) -> int
 def violations(seen: Seen) -> list[str]:
     """What is wrong with an answer, whatever happened to the fleet."""
     ask, found, prompt = seen.ask, list(seen.wrong), seen.ask.prompt_ids()
-    true = true_tokens(prompt, ask.tokens)
+    truths = [true_tokens(prompt, ask.tokens, ask.adapter, weights) for weights in ask.weights]
     for answer in seen.answers.values():
-        if answer.tokens != true[: len(answer.tokens)]:
-            found.append(f"tokens {answer.tokens[:8]}... are not a prefix of {true[:8]}...")
+        possible = list(zip(*truths, strict=True))[: len(answer.tokens)]
+        if len(answer.tokens) > ask.tokens or any(
+            token not in tokens for token, tokens in zip(answer.tokens, possible, strict=False)
+        ):
+            found.append(f"tokens {answer.tokens[:8]}... are not a prefix of {truths[0][:8]}...")
         elif seen.end == "done":
-            found += _incomplete(answer, true)
+            found += _incomplete(answer, ask.tokens)
     if seen.end == "done":
         usage, wanted = seen.usage or {}, (len(prompt), ask.n * ask.tokens)
         if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != wanted:
@@ -237,13 +269,13 @@ def violations(seen: Seen) -> list[str]:
     return [f"request {ask.number}: {text}" for text in found]
 
 
-def _incomplete(answer: Answer, true: list[int]) -> list[str]:
-    """What is wrong with an answer that has ended well."""
-    found = []
-    if len(answer.tokens) < len(true):
-        found.append(f"{len(answer.tokens)} of {len(true)} tokens")
-    if answer.text != true_text(true):
-        found.append(f"text {answer.text[:40]!r} instead of {true_text(true)[:40]!r}")
+def _incomplete(answer: Answer, count: int) -> list[str]:
+    """What is wrong with an answer of right tokens that has ended well."""
+    found, text = [], true_text(answer.tokens)
+    if len(answer.tokens) < count:
+        found.append(f"{len(answer.tokens)} of {count} tokens")
+    if answer.text != text:
+        found.append(f"text {answer.text[:40]!r} instead of {text[:40]!r}")
     if answer.finish != "length":
         found.append(f"finish reason {answer.finish}")
     return found

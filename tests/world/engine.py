@@ -4,10 +4,14 @@ All code is the product's. Only what starts processes is written anew: `running_
 """
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import functools
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tests.engine.text_helpers import DEMO_TOKENIZER
@@ -28,6 +32,8 @@ from tokenyard.server.state import ServerState
 from tokenyard.wiring import engine_config, server_options, with_model_folder
 
 MODEL = str(DEMO_TOKENIZER.parent)
+ADAPTERS = ("red", "blue", "green")
+WEIGHTS = ("second", "third")
 PORT = 30000
 IPC_S = 0.0001
 RESTART_S = 1.0
@@ -37,6 +43,30 @@ RESTART_S = 1.0
 def text_side(model: str) -> Any:
     """Tokenizer and template, which are read once for all worlds."""
     return load_tokenizer_and_template(engine_config(with_model_folder(Settings(model_path=model, executor="mock"))))
+
+
+@functools.cache
+def adapter_folder(name: str) -> str:
+    """The folder of a LoRA adapter, as far as the mock executor looks at it."""
+    folder = _scratch_folder() / name
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_text(name)
+    return str(folder)
+
+
+@functools.cache
+def weights_folder(name: str) -> str:
+    """The folder of other weights of the model, of which the mock executor takes the path."""
+    (_scratch_folder() / name).mkdir()
+    return str(_scratch_folder() / name)
+
+
+@functools.cache
+def _scratch_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="world-models-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder
 
 
 class Scheduler:
@@ -118,6 +148,8 @@ class Engine:
         self.disk = world.disks.add(name) if settings.get("enable_hierarchical_cache") else None
         if self.disk is not None:
             settings |= {"hicache_storage_backend": "disk", "hicache_storage_dir": str(self.disk.folder / "kv")}
+        if settings.get("enable_lora"):
+            settings |= {"lora_paths": tuple(f"{adapter}={adapter_folder(adapter)}" for adapter in ADAPTERS)}
         self.settings = with_model_folder(
             Settings(model_path=MODEL, executor="mock", host=name, port=PORT, watchdog_timeout_s=0.0, **settings)
         )
@@ -171,6 +203,7 @@ class Engine:
         )
         for scheduler in first:
             self._joined(scheduler)
+        await self.manager.adapters.start(self.config.adapters, enabled=self.config.scheduler.enable_lora)
         state.set_ready(self.manager)
 
     def _launch(self, rank: int) -> Scheduler:

@@ -7,14 +7,15 @@ import random
 import tempfile
 import zlib
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.world import client, threads
 from tests.world.clock import NS, Clock, installed
 from tests.world.disk import Disks
-from tests.world.engine import PORT, Engine
+from tests.world.engine import ADAPTERS, PORT, WEIGHTS, Engine, weights_folder
+from tests.world.foreign import ForeignEngine
 from tests.world.lockstep import LockstepThread, running
 from tests.world.loop import WorldLoop, current
 from tests.world.network import FakeSocket, Network, Process
@@ -53,10 +54,12 @@ class Story:
     asks: list[client.Ask]
     faults: list[Fault]
     settings: dict[str, Any] = field(default_factory=dict)
+    foreign: int = 0
 
     def __str__(self) -> str:
         shape = (
-            f"seed {self.seed}: {self.engines} engines of {self.ranks} ranks, {self.routers} routers, {self.settings}"
+            f"seed {self.seed}: {self.engines} engines of {self.ranks} ranks, {self.routers} routers, "
+            f"{self.foreign} foreign engines, {self.settings}"
         )
         return "\n".join([shape, f"{len(self.asks)} requests:", *map(str, self.asks[:4]), *map(str, self.faults)])
 
@@ -148,7 +151,9 @@ class World:
         self.folder = tempfile.TemporaryDirectory(prefix="world-")
         self.disks = Disks(self.clock, self.network.rng, Path(self.folder.name))
         self.engines = [Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings) for i in range(story.engines)]
-        urls = tuple(engine.url for engine in self.engines)
+        foreign = random.Random(story.seed + 1)
+        self.foreign = [ForeignEngine(self, f"foreign{i}", foreign) for i in range(story.foreign)]
+        urls = tuple(engine.url for engine in [*self.engines, *self.foreign])
         self.routers = [
             RouterHost(self, f"router{i}", RouterSettings(worker_urls=urls, seed=story.seed, log_level="warning"))
             for i in range(story.routers)
@@ -178,11 +183,15 @@ class World:
         host.kill()
         self.loop.call_later(1.0, host.start, context=contextvars.Context())
 
+    def hosts(self) -> list[Any]:
+        """All of the fleet."""
+        return [*self.engines, *self.foreign, *self.routers]
+
     # Faults.
 
     def apply(self, fault: Fault) -> None:
         """Make a fault happen, and end after its time."""
-        host = next(host for host in [*self.engines, *self.routers] if host.name == fault.target)
+        host = next(host for host in self.hosts() if host.name == fault.target)
         if host.process is None or not host.process.alive:
             return
         # A router that drains ends when its last answer has.
@@ -233,6 +242,10 @@ class World:
             case "pause":
                 self._order(host, "/pause_generation", {"mode": "retract" if fault.seconds < 6 else "in_place"})
                 later(self._order, host, "/continue_generation", {})
+            case "weights":
+                self._order(
+                    host, "/update_weights_from_disk", {"model_path": weights_folder(WEIGHTS[fault.seconds < 6])}
+                )
             case "drain":
                 host.drain() if isinstance(host, Engine) else host.process.signals[15]()
             case _:
@@ -280,13 +293,13 @@ class World:
         return patches | {(kv_store, "Inbox"): patches[kv_store, "queue"].SimpleQueue, (slab, "os"): self.disks}
 
     def _end(self) -> None:
-        for host in [*self.engines, *self.routers]:
+        for host in self.hosts():
             if host.process is not None and host.process.alive:
                 host.kill()
         self.loop.end()
 
     async def _main(self) -> list[str]:
-        for host in [*self.engines, *self.routers]:
+        for host in self.hosts():
             host.start()
         await self._ready()
         begin = self.loop.time()
@@ -301,7 +314,7 @@ class World:
         for task in pending:
             task.cancel()
         await asyncio.sleep(15.0)
-        for host in [*self.engines, *self.routers]:
+        for host in self.hosts():
             if host.process is not None and host.process.alive:
                 found += host.left_over()
         return found + self._unexcused(begin)
@@ -324,6 +337,10 @@ class World:
         address = f"router{ask.router}", ROUTER_PORT
         await self.loop.create_task(client.run(ask, seen, address), context=context)
         seen.ended_s = self.loop.time() - begin
+        if ask.closes:
+            await self.loop.create_task(
+                client.post(address, "/close_session", {"session_id": ask.session}), context=context
+            )
 
     def _unexcused(self, begin: float) -> list[str]:
         """Answers that were lost although nothing happened that may lose one: only a fault of their own router may."""
@@ -331,6 +348,8 @@ class World:
         for seen in self.seen:
             if seen.end in ("done", "left", ""):
                 continue
+            if self.foreign and seen.end.startswith("502 worker_failed"):
+                continue  # engines that fail all the time use up the budget of retries
             router = f"router{seen.ask.router}"
             hit = any(at <= seen.ended_s and seen.ask.at_s <= until + 10 for at, until in self.excused.get(router, []))
             if not hit:
@@ -343,7 +362,23 @@ def _harmless(line: str) -> bool:
     return any(part in line for part in ("scheduler ended", "was killed"))
 
 
+CONTEXT_LENGTH = 512
 WORDS = ("once", "upon", "time", "girl", "who", "found", "an", "old", "yard", "of", "trains", "and", "a", "bird")
+
+
+def _later_turns(first: client.Ask, rng: random.Random, number: int) -> list[client.Ask]:
+    """More turns of a session: each repeats the last prompt and its answer, and adds to them."""
+    first.session, turns, last = f"session-{number}", [], first
+    for _ in range(rng.randint(1, 4)):
+        answer = client.true_tokens(last.prompt, last.tokens, last.adapter)
+        prompt = last.prompt + answer + [rng.randrange(3, 200) for _ in range(rng.randint(1, 30))]
+        if len(prompt) + last.tokens > CONTEXT_LENGTH:
+            break
+        at_s, router = last.at_s + rng.uniform(0.5, 8), rng.choice((last.router, first.router))
+        last = replace(last, number=number + len(turns), at_s=at_s, prompt=prompt, router=router)
+        turns.append(last)
+    last.closes = rng.random() < 0.5
+    return turns
 
 
 def make_story(seed: int) -> Story:
@@ -351,26 +386,34 @@ def make_story(seed: int) -> Story:
     rng = random.Random(seed)
     engines, routers, seconds = rng.randint(2, 4), rng.randint(1, 3), rng.uniform(30, 60)
     shared = [[rng.randrange(3, 200) for _ in range(rng.choice((8, 60, 150, 300)))] for _ in range(6)]
-    asks, at = [], 0.0
-    for number in range(int(seconds * 5)):
-        at += rng.expovariate(5)
+    adapters = ("", "", *ADAPTERS) if rng.random() < 0.3 else ("",)
+    weights = ("", *map(weights_folder, WEIGHTS)) if rng.random() < 0.2 else ("",)
+    asks: list[client.Ask] = []
+    at = 0.0
+    while at < seconds:
+        at += rng.expovariate(4)
         prompt = rng.choice(shared)[: rng.randint(4, 300)] + [rng.randrange(3, 200) for _ in range(rng.randint(1, 60))]
         tokens = rng.choice((1, 4, 12, 30, 80))
-        asks.append(
-            client.Ask(
-                number,
-                at,
-                prompt,
-                tokens,
-                stream=rng.random() < 0.85,
-                leaves_after=rng.randrange(tokens) if rng.random() < 0.1 else None,
-                slow_s=rng.choice((0.0, 0.0, 0.0, 0.05)),
-                router=rng.randrange(routers),
-                chat=" ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 30))) if rng.random() < 0.3 else "",
-                n=rng.choice((1,) * 9 + (3,)),
-                priority=rng.choice((0, 0, 0, 1, 5)),
-            )
+        ask = client.Ask(
+            len(asks),
+            at,
+            prompt,
+            tokens,
+            stream=rng.random() < 0.85,
+            leaves_after=rng.randrange(tokens) if rng.random() < 0.1 else None,
+            slow_s=rng.choice((0.0, 0.0, 0.0, 0.05)),
+            router=rng.randrange(routers),
+            chat=" ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 30))) if rng.random() < 0.3 else "",
+            n=rng.choice((1,) * 9 + (3,)),
+            priority=rng.choice((0, 0, 0, 1, 5)),
+            adapter=rng.choice(adapters),
+            regex=f"[a-z ]{{1,{rng.randint(1, 40)}}}" if rng.random() < 0.1 else "",
+            weights=weights,
         )
+        asks.append(ask)
+        if not ask.chat and rng.random() < 0.1:
+            asks += _later_turns(ask, rng, len(asks))
+    asks.sort(key=lambda ask: ask.at_s)
     spared = rng.randrange(engines)
     harmed = [f"engine{i}" for i in range(engines) if i != spared]
     kinds = (
@@ -387,6 +430,8 @@ def make_story(seed: int) -> Story:
         "pause",
         "wall clock",
     )
+    if len(weights) > 1:
+        kinds += ("weights",) * 4
     stores = rng.random() < 0.4
     if stores:
         kinds += ("disk full", "disk slow", "disk broken", "bit flips", "kill", "power", "flush")
@@ -406,13 +451,15 @@ def make_story(seed: int) -> Story:
         "disable_overlap_schedule": rng.random() < 0.3,
         "enable_priority_scheduling": rng.random() < 0.3,
     }
+    if len(adapters) > 1:
+        settings |= {"enable_lora": True, "max_loaded_loras": rng.choice((3, 8)), "max_loras_per_batch": 2}
     if stores:
         settings |= {"enable_hierarchical_cache": True, "hicache_storage_gb": rng.choice((0.0002, 0.01))}
     if rng.random() < 0.3:
         settings |= {"speculative_algorithm": "NGRAM", "mock_draft_acceptance": rng.choice((0.2, 0.8))}
-    return Story(
-        seed, engines, routers, rng.choice((1, 1, 2)), asks, sorted(faults, key=lambda fault: fault.at_s), settings
-    )
+    faults.sort(key=lambda fault: fault.at_s)
+    foreign = 1 if rng.random() < 0.25 else 0
+    return Story(seed, engines, routers, rng.choice((1, 1, 2)), asks, faults, settings, foreign)
 
 
 def run(story: Story) -> Outcome:
