@@ -7,6 +7,7 @@ import pytest
 from tests.world import client, network
 from tests.world.shrink import shrink
 from tests.world.world import Fault, Story, make_story, run
+from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
 from tokenyard.router.stream_continuation import Continuation
 
 
@@ -42,6 +43,24 @@ def test_a_killed_engine_costs_no_answer_and_the_same_story_ends_the_same():
     assert run(story).digest == outcome.digest
 
 
+def test_a_store_on_disk_survives_what_happens_to_the_disk(monkeypatch):
+    story = short_story(
+        Fault(1.0, "disk broken", "engine0", 0.5),
+        Fault(2.0, "bit flips", "engine0"),
+        Fault(2.5, "power", "engine0", 0.5),
+        Fault(4.0, "disk full", "engine0", 1.0),
+    )
+    settings = story.settings | {"enable_hierarchical_cache": True, "max_total_tokens": 512}
+    shared = [replace(ask, prompt=[7 + ask.number % 6] * 200 + [ask.number]) for ask in story.asks]
+    started = []
+    begin = KvStoreConnector.__init__
+    monkeypatch.setattr(KvStoreConnector, "__init__", lambda self, *given: started.append(self) or begin(self, *given))
+    outcome = run(replace(story, settings=settings, asks=shared))
+    assert outcome.violations == []
+    assert outcome.lost == 0
+    assert sum(store.counters.loaded_tokens for store in started) > 0
+
+
 @pytest.mark.slow
 def test_tokens_repeated_in_a_continuation_are_noticed_and_the_story_is_cut_down(monkeypatch):
     resume = Continuation.resume_stream
@@ -69,7 +88,7 @@ def test_a_machine_without_power_is_noticed_by_probes_of_silent_connections(monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(8))
 def test_worlds_of_fixed_seeds(seed):
     story = make_story(seed)
     outcome = run(story)

@@ -246,10 +246,18 @@ class World:
                 self._order(
                     host, "/update_weights_from_disk", {"model_path": weights_folder(WEIGHTS[fault.seconds < 6])}
                 )
+            case "rolling upgrade":
+                for place, engine in enumerate(self.engines):
+                    self.loop.call_later(place * fault.seconds, self._drain_if_alive, engine)
             case "drain":
                 host.drain() if isinstance(host, Engine) else host.process.signals[15]()
             case _:
                 raise AssertionError(fault.kind)
+
+    @staticmethod
+    def _drain_if_alive(engine: Engine) -> None:
+        if engine.process is not None and engine.process.alive:
+            engine.drain()
 
     def _order(self, host: Any, path: str, body: dict[str, Any]) -> None:
         """An operator calls a control route."""
@@ -425,6 +433,7 @@ def make_story(seed: int) -> Story:
         "half-open",
         "slow",
         "drain",
+        "rolling upgrade",
         "flush",
         "policy",
         "pause",
