@@ -14,6 +14,7 @@ process has before it loads the model, and what of it is the KV pool. Prints one
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import subprocess
@@ -113,6 +114,7 @@ def resident() -> dict[str, int]:
 
 def ours(options: argparse.Namespace) -> None:
     """Print one round of Tokenyard as a JSON line for each batch, and one for the memory."""
+    importlib.import_module("tokenyard.executor.native.model")  # libraries are no part of what a model takes
     before, vocabulary = resident(), options.vocabulary
     pool = 5 * max(options.batches) * (options.prompt_tokens + options.new_tokens) // 4
     settings = {"device": "cpu", "dtype": options.dtype, "threads": options.threads, "skip_tokenizer_init": True}
@@ -121,7 +123,7 @@ def ours(options: argparse.Namespace) -> None:
         for batch in options.batches:
             best = measure(llm, vocabulary, batch, options)
             print(json.dumps({"batch": batch, **best._asdict()}), flush=True)
-    grown = {name: size - before[name] for name, size in resident().items()}
+        grown = {name: size - before[name] for name, size in resident().items()}
     print(json.dumps({"memory": grown, "pool_tokens": pool}), flush=True)
 
 

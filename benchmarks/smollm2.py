@@ -1,4 +1,4 @@
-"""The shapes of SmolLM2-135M and Qwen2.5-0.5B, as a config.json has them. Needs no torch."""
+"""The shapes of SmolLM2-135M and 1.7B and Qwen2.5-0.5B, as a config.json has them. Needs no torch."""
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
