@@ -8,7 +8,6 @@ from tokenyard.base import ConfigError
 from tokenyard.cli.doctor import find_problems
 from tokenyard.config import Settings
 from tokenyard.executor import cuda_devices
-from tokenyard.executor.attention.flashinfer import why_not as flashinfer_why_not
 from tokenyard.executor.attention.triton import available
 from tokenyard.executor.cuda_devices import choose_device, prepare_cuda, why_no_cuda
 from tokenyard.executor.grammar import VocabMasks
@@ -96,13 +95,6 @@ def test_a_compiler_that_works_is_enough(triton_installed, monkeypatch, tmp_path
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     assert available.why_not(torch.device("cuda:0"), 64) == ""
-
-
-def test_flashinfer_needs_a_compiler_for_its_kernels(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "flashinfer" else None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert "nvcc" in flashinfer_why_not(torch.device("cuda:0"), torch.bfloat16, None)
 
 
 def test_a_mask_of_a_grammar_does_not_wait_for_the_device(monkeypatch):

@@ -9,9 +9,9 @@ from tests.executor.meta_device import Watch, pretend_driver
 from tests.executor.small_pool import serve_with_small_pool
 from tests.executor.tiny_models import DEVICE, EXPERT_CASES, logits, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.layers.grouped_experts import GroupedExperts
+from tokenyard.executor.layers.grouped_experts import GroupedExperts, StackedProduct
 from tokenyard.executor.layers.linear import Linear
-from tokenyard.executor.layers.mlp import ExpertLoop, GatedMlp, SparseMoe, TopK
+from tokenyard.executor.layers.mlp import ExpertLoop, GatedMlp, SparseMoe, TopK, silu
 from tokenyard.executor.model_loader import load_executor, read_folder_config
 from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.executor.models.stacked_params import GraniteMlps
@@ -63,6 +63,12 @@ def test_products_of_groups_find_what_transformers_does(make_driver, case, group
     tickets = [driver.launch((driver.start(prompt), None), delay=True)[2] for prompt in prompts]
     for ticket, prompt in zip(tickets, prompts, strict=True):
         torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+
+
+def test_products_of_groups_of_no_tokens():
+    product = StackedProduct(torch.ones(4, 8, 8))
+    nothing, none = torch.zeros(0, 8), torch.zeros(0, 2, dtype=torch.int64)
+    assert GroupedExperts(product, product, silu)(nothing, torch.zeros(0, 2), none).shape == (0, 8)
 
 
 def test_products_of_groups_wait_for_nothing(folder, monkeypatch, grouped):

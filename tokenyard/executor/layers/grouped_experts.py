@@ -72,6 +72,8 @@ class GroupedExperts:
 
     def __call__(self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """See Experts."""
+        if not len(x):
+            return x
         active = chosen.shape[1]
         experts, order = chosen.flatten().sort(stable=True)
         # Not bincount, for which the host waits.
