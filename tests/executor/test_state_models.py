@@ -296,6 +296,18 @@ def test_names_of_layers_in_older_files(folder):
     assert read_model_config(raw | {"layer_types": older}) == read_model_config(raw)
 
 
+def test_no_experts_and_no_shared_expert(folder):
+    """As transformers, which then has an MLP, or nothing next to the experts."""
+
+    def read(case, **changes):
+        return read_model_config(json.loads((Path(folder(case)) / "config.json").read_text()) | changes)
+
+    assert read("qwen3-next", num_experts=0).experts is None
+    assert read("qwen3.5-moe", shared_expert_intermediate_size=0).experts.shared_size == 0
+    with pytest.raises(ConfigError, match="conv_L_cache 1 is not supported"):
+        read("lfm2", conv_L_cache=1)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -144,6 +144,8 @@ def _lfm2(config: ModelConfig, raw: RawConfig) -> ModelConfig:
         "full_attention" if attending is None or layer in attending else "conv" for layer in _layers(raw)
     ]
     layers = _kinds(raw, kinds, "conv")
+    if positive(raw, "conv_L_cache") == 1:
+        raise ConfigError("config.json: conv_L_cache 1 is not supported; a convolution sees at least two tokens")
     conv = ShortConvConfig(layers, config.hidden_size, positive(raw, "conv_L_cache"), bias)
     inter = positive(raw, "block_ff_dim" if raw.get("block_ff_dim") else "intermediate_size")
     if raw.get("block_auto_adjust_ff_dim", True):
@@ -219,7 +221,10 @@ def _step_limits(given: Any) -> tuple[float, float]:
 
 
 def _qwen3_next(config: ModelConfig, raw: RawConfig) -> ModelConfig:
-    shared = positive(raw, "shared_expert_intermediate_size")
+    if config.architecture == "Qwen3NextForCausalLM" and raw.get("num_experts") == 0:
+        return _qwen3_5(config, raw)
+    size = "shared_expert_intermediate_size"
+    shared = 0 if raw.get(size) == 0 else positive(raw, size)
     return replace(_qwen3_5(config, raw), experts=replace(_qwen_experts(raw), shared_size=shared))
 
 
