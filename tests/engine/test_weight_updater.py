@@ -3,7 +3,7 @@
 import queue
 from types import SimpleNamespace
 
-from tokenyard.base import Pause
+from tokenyard.base import Pause, Resume
 from tokenyard.base.request import weights_key
 from tokenyard.engine.scheduler_process.attachments.weights import WeightUpdater
 
@@ -35,3 +35,20 @@ def test_no_step_is_planned_before_weights_are_restored_though_a_client_resumes(
         assert [type(event) for event in events] == ([] if state.paused else [Pause])
     state.paused = False
     assert [type(event) for event in updater.poll(0)] == [Pause]
+
+
+def test_a_process_whose_weights_came_as_tensors_plans_no_step_before_they_are_sent_again():
+    calls, state = queue.Queue(), SimpleNamespace(paused=False)
+    executor = SimpleNamespace(prepare_weights=lambda source: "digest", swap_weights=lambda: None)
+    core = SimpleNamespace(weights="", in_flight=0, snapshot=lambda now: state)
+    updater = WeightUpdater(executor, core, calls.put)
+    verbs = updater.verbs()
+    verbs["await_weights"](0)
+    assert [type(event) for event in updater.poll(0)] == [Pause]
+    verbs["prepare_weights"](0, folder="", files=["tensors"])
+    call = calls.get(timeout=10)
+    verbs[call.verb](0, **call.arguments)
+    verbs["use_weights"](0, version="8", flush=True)
+    update, resumed = updater.poll(0)
+    assert update.version == weights_key("8", "digest")
+    assert isinstance(resumed, Resume)

@@ -20,6 +20,8 @@ from tokenyard.base import InvalidRequestError
 from tokenyard.batch.file_store import Clock, FileStore, StoredFile, lines_of, write_whole
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_OPEN_BATCHES = 100
+"""Batches of a tenant that have not ended: the lines of each are checked in memory."""
 MAX_LINES = 50_000
 MAX_ERRORS = 100
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
@@ -38,6 +40,12 @@ EXPIRED = {
     "message": "This request could not be executed before the completion window expired.",
 }
 CANCELLED = {"code": "batch_cancelled", "message": "This request was not executed, as the batch was cancelled."}
+
+
+class TooManyBatchesError(InvalidRequestError):
+    """A tenant has as many open batches as it may."""
+
+    code = "too_many_batches"
 
 
 class BatchError(msgspec.Struct):
@@ -163,7 +171,10 @@ class BatchStore:
             self._batches[batch.id] = batch
 
     def create(self, tenant: str, fields: Any) -> Batch:
-        """Keep a new batch, whose lines are not checked yet. Raises InvalidRequestError for wrong fields."""
+        """Keep a new batch, whose lines are not checked yet.
+
+        Raises InvalidRequestError for wrong fields, and TooManyBatchesError beyond `MAX_OPEN_BATCHES` of the tenant.
+        """
         endpoint = fields.endpoint
         if endpoint not in ENDPOINTS:
             raise InvalidRequestError(f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
@@ -175,6 +186,8 @@ class BatchStore:
         if file.purpose != "batch":
             raise InvalidRequestError("the purpose of the file must be batch", param="input_file_id")
         metadata = _checked_metadata(fields.metadata)
+        if sum(one.tenant == tenant for one in self.open()) >= MAX_OPEN_BATCHES:
+            raise TooManyBatchesError(f"{MAX_OPEN_BATCHES} batches are open, which is the limit; wait, or cancel some")
         now = int(self._clock())
         batch = Batch(
             id=f"batch_{uuid.uuid4().hex}",

@@ -123,15 +123,16 @@ class WeightUpdates:
 
     async def receive(self, group: str, tensors: list[tuple[str, str, list[int]]]) -> None:
         """Have all ranks receive tensors, which `use_staged` puts in use. Raises ConfigError; then what was received
-        before is dropped too.
+        before is dropped too. No update takes place meanwhile.
         """
-        try:
-            await self._ranks.call("receive_weights", None, GROUP_TIMEOUT_S, group=group, tensors=tensors)
-        except BaseException:
-            self._received = False
-            await self._drop()
-            raise
-        self._received = True
+        async with self._updating:
+            try:
+                await self._ranks.call("receive_weights", None, GROUP_TIMEOUT_S, group=group, tensors=tensors)
+            except BaseException:
+                self._received = False
+                await self._drop()
+                raise
+            self._received = True
 
     async def leave_group(self, group: str) -> None:
         """Have all ranks leave a group. Raises ConfigError if it is not there."""
@@ -183,8 +184,9 @@ class WeightUpdates:
         if self._folder:
             client.order("restore_weights", folder=self._folder, version=self.version)
         else:
+            client.order("await_weights")
             logger.error(
-                "rank %d has restarted with the weights of its folder: weights of version %s were sent as tensors; "
-                "send them again",
+                "rank %d has restarted and answers nothing until it has weights: those of version %s were sent as "
+                "tensors; send all of them again",
                 *(client.rank, self.version),
             )

@@ -54,6 +54,7 @@ TABLE: dict[str, HttpOutcome] = {
     "cross_site": HttpOutcome(403, "permission_error"),
     "not_found": _NOT_FOUND,
     "storage_full": HttpOutcome(429, "rate_limit_error"),
+    "too_many_batches": HttpOutcome(429, "rate_limit_error"),
     "storage_failed": HttpOutcome(507, "server_error"),
     "model_not_found": _NOT_FOUND,
     "request_not_found": _NOT_FOUND,

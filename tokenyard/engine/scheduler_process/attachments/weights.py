@@ -32,7 +32,8 @@ class WeightUpdater(Attachment):
 
     They change in two phases, so that all ranks of an engine change them or none does: `prepare_weights` reads and
     checks, `use_weights` puts in use what was prepared, once no step is in flight. A process that replaces one that
-    has ended gets `restore_weights`: it plans no step before the engine's weights are there.
+    has ended gets `restore_weights`, or `await_weights` where nothing can restore them: it plans no step before the
+    engine's weights are there.
 
     deliver: brings calls to the event loop from the reading thread.
     rank: the data-parallel rank.
@@ -49,6 +50,7 @@ class WeightUpdater(Attachment):
         self._reading: DeferredReply | None = None
         self._busy = False
         self._restoring = ""
+        self._awaited = False
         self._update: WeightsUpdated | None = None
         self._reply = DeferredReply()
         self._released: set[str] = set()
@@ -65,6 +67,7 @@ class WeightUpdater(Attachment):
             "use_weights": self._use,
             "drop_weights": self._drop,
             "restore_weights": self._restore,
+            "await_weights": self._await,
             "weight": self._weight,
             "join_weight_group": self._join_group,
             "receive_weights": self._receive,
@@ -82,7 +85,7 @@ class WeightUpdater(Attachment):
     def poll(self, now: int) -> Sequence[Event]:
         """Put weights in use. Plans in flight end first, while no other starts."""
         if self._update is None:
-            return self._hold(now) if self._restoring or self._released else self._end_hold()
+            return self._hold(now) if self._restoring or self._awaited or self._released else self._end_hold()
         if self._core.in_flight:
             return self._hold(now)
         update, self._update, reply = self._update, None, self._reply
@@ -95,9 +98,10 @@ class WeightUpdater(Attachment):
             events = []
         else:
             self._released.discard("weights")
+            self._awaited = False
             logger.info("weights of version %s are in use", weight_version(update.version))
             reply.set_result(None)
-        return events if self._released else events + self._end_hold()
+        return events if self._released or self._awaited else events + self._end_hold()
 
     def describe(self, now: int) -> Mapping[str, Any]:
         """The version in use."""
@@ -127,6 +131,10 @@ class WeightUpdater(Attachment):
         """Go on with the weights of an engine whose process has ended."""
         self._restoring = version
         self._prepare(now, folder, [])
+
+    def _await(self, now: int) -> None:
+        """Plan no step with the weights of this process; its engine has others, which a client has to send again."""
+        self._awaited = True
 
     def _read(self, now: int, digest: str, refusal: str) -> None:
         """The thread has read weights, or could not."""
