@@ -17,7 +17,7 @@ def measure() -> str:
 
 ENTRY = Entry(
     "Continuum (CacheTTL)",
-    "Li et al. 2025, Continuum: Multi-Turn Agent Scheduling with KV Cache Time-to-Live (arXiv 2511.02230, v4)",
+    "Li et al. 2025, Continuum, earlier CacheTTL (arXiv 2511.02230, v4)",
     "more than 8 times better job time at best",
     "24 synthetic jobs, no KV store below the device; times to live are learned from few gaps",
     measure,
