@@ -110,12 +110,8 @@ class RouterHost:
                 super().__init__(*arguments)
                 host.router = self
 
-        router_process.Router = Watched  # type: ignore[misc]
-        try:
-            running = router_process.run(self.settings, FakeSocket(self.name, ROUTER_PORT), announce=False)  # type: ignore[arg-type]
-            await running
-        finally:
-            router_process.Router = Router  # type: ignore[misc]
+        listener = FakeSocket(self.name, ROUTER_PORT)
+        await router_process.run(self.settings, listener, announce="", make_router=Watched)  # type: ignore[arg-type]
         self.world.exited(self)
 
     def kill(self, *, host: bool = False) -> None:
