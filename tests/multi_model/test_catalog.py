@@ -13,16 +13,6 @@ def plan(path):
     return ModelPlan(path, path, ModelFacts(), 1, None, "", ())
 
 
-@pytest.fixture
-def folder(tmp_path):
-    for name in ("b", "a"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    (tmp_path / "c.gguf").touch()
-    (tmp_path / "notes").mkdir()
-    return tmp_path
-
-
 def test_a_folder_has_its_models(folder):
     assert are_several([str(folder)])
     assert not are_several([str(folder / "a")])

@@ -55,13 +55,14 @@ class EngineProcess:
 
     def start(self, settings: Mapping[str, Any]) -> None:
         """Start it with `settings`, as in the file of --config. It must not run."""
-        self._config.write_text(yaml.safe_dump({**settings, "uds": str(self._socket)}), encoding="utf-8")
         self.reason = ""
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        config = yaml.safe_dump({**settings, "uds": str(self._socket)})
+        self._task = asyncio.get_running_loop().create_task(self._run(config))
 
-    async def _run(self) -> None:
+    async def _run(self, config: str) -> None:
         """Run it to its end, pass its log on, and report."""
         try:
+            self._config.write_text(config, encoding="utf-8")
             # What the environment sets is in the file already; there it would count for every model.
             kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
             self._process = await asyncio.create_subprocess_exec(

@@ -130,8 +130,10 @@ class ModelRouter(Router):
         except RouterError as error:
             front.fail(error, request.path)
             return True
-        self.residency[name].keep_alive_ns = 0
-        self.plan()
+        model = self.residency[name]
+        if model.phase != UNLOADED:
+            model.keep_alive_ns = 0
+            self.plan()
         line = {"model": name, "created_at": time_text(time.time()), "done": True, "done_reason": "unload"}
         said = {"message": {"role": "assistant", "content": ""}} if request.path == CHAT else {"response": ""}
         front.answer(200, orjson.dumps(line | said), [JSON_TYPE])
@@ -161,7 +163,7 @@ class ModelRouter(Router):
                 f"{self.residency.budget / GB:.2f} GB (--model-memory-gb)"
             )
             raise RouterError(503, what, code="model_does_not_fit", param="model")
-        if "keep_alive" in parsed.fields and request.path.startswith("/api/"):
+        if parsed.fields.get("keep_alive") is not None and request.path.startswith("/api/"):
             model.keep_alive_ns = parse_keep_alive(parsed.fields["keep_alive"])
         if given and parsed.model != name:
             parsed.fields = {**parsed.fields, "model": name}
@@ -287,7 +289,6 @@ class ModelRouter(Router):
         loading = model.phase != LOADED
         self.health.leave(worker)
         self.workers.down(worker)
-        self.residency.stopped(name)
         if name in self._told or self._closing:
             self._told.discard(name)
         else:
@@ -297,6 +298,8 @@ class ModelRouter(Router):
                 error = RouterError(503, what, code="model_load_failed", param="model")
                 for request in [one for one in self.exchanges if one.facts.model == name]:
                     request.abort(error)
+        # Only now, or the end of the first of these requests would load the model again for the others.
+        self.residency.stopped(name)
         self.plan()
 
     @override
