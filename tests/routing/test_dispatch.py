@@ -48,6 +48,16 @@ def test_a_request_is_refused_where_there_is_no_worker():
     assert causes(machine.arrived(PendingRequest(RequestFacts()), 0)) == ["no_worker"]
 
 
+def test_a_stored_response_is_asked_for_at_its_engine_unless_that_serves_another_model():
+    fleet = Fleet("", "", room=9)
+    for worker, model in zip(fleet.workers, "mn", strict=True):
+        fleet.machine.workers.report(worker, {"boot_id": f"{model}-boot"})
+        fleet.machine.workers.set_models(worker, frozenset({model}), frozenset({model}))
+    assert targets(fleet.arrive(engine="m-boot")[1]) == ["w0"]
+    assert targets(fleet.arrive(engine="m-boot", model="m")[1]) == ["w0"]
+    assert targets(fleet.arrive(engine="m-boot", model="n")[1]) == ["w1"]
+
+
 def test_the_least_urgent_request_leaves_a_full_queue():
     fleet = Fleet(queue_size=1)
     fleet.arrive()

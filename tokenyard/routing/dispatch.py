@@ -379,7 +379,7 @@ class Dispatcher(Generic[W, R]):
         """Targets that may serve a request now, whether or not they have capacity."""
         facts = request.facts
         found = self.workers.eligible(facts.model, facts.decode_rank if request.disagg else facts.rank, now)
-        if facts.engine and (holder := self.workers.booted_as(facts.engine)) is not None:
+        if facts.engine and (holder := self.workers.booted_as(facts.engine, facts.model)) is not None:
             found = [target for target in found if target.worker is holder]
         if facts.among is not None:
             found = [target for target in found if target.worker.address.partition("//")[2] in facts.among]

@@ -170,10 +170,10 @@ class Workers(Generic[W]):
         """The worker with this address."""
         return self._by_address.get(address)
 
-    def booted_as(self, prefix: str) -> W | None:
-        """The worker that gets requests and whose boot id begins with `prefix`."""
-        ours = (worker for worker in self._by_address.values() if worker.boot_id.startswith(prefix))
-        return next((worker for worker in ours if worker.healthy and not worker.draining), None)
+    def booted_as(self, prefix: str, model: str) -> W | None:
+        """The worker that gets requests for `model` ("" for any) and whose boot id begins with `prefix`."""
+        serving = self._by_model.get(model) or self._serving(model)
+        return next((target.worker for target in serving if target.worker.boot_id.startswith(prefix)), None)
 
     def join(self, worker: W) -> W:
         """Add a worker. It gets requests once a probe has succeeded."""
