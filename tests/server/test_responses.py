@@ -323,6 +323,22 @@ def test_a_compacted_conversation_continues(start):
     assert [item["type"] for item in again["output"]] == ["message", "compaction"]
 
 
+def test_a_compaction_without_a_summary_is_refused(start):
+    """The client would replace its conversation by nothing."""
+    server = serve(start, "<think>what was it")
+    answer = server.client.post("/v1/responses/compact", json={"input": "hello"})
+    assert answer.status_code == 400
+    assert "raise max_output_tokens" in answer.json()["error"]["message"]
+
+
+def test_an_empty_input_is_a_turn_of_the_user(start):
+    server = serve(start)
+    first = post(server, max_output_tokens=2).json()["id"]
+    assert post(server, input="", previous_response_id=first).status_code == 200
+    seen = [call[1] for call in server.manager.calls][-1]
+    assert [message["role"] for message in seen] == ["user", "assistant", "user"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

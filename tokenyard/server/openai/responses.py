@@ -147,7 +147,13 @@ async def compact(call: RequestContext) -> None:
     await write_answer(call, job, writer)
     response = writer.response
     said = [item["content"][0]["text"] for item in response["output"] if item["type"] == "message"]
-    output = [*messages_of_user(items), compaction_item("".join(said).strip())]
+    summary = "".join(said).strip()
+    if not summary:
+        # Its client would drop the conversation for it.
+        tokens = response["usage"]["output_tokens"]
+        message = f"the model wrote no summary in {tokens} tokens; raise max_output_tokens, or send the conversation"
+        raise InvalidRequestError(message, param="max_output_tokens")
+    output = [*messages_of_user(items), compaction_item(summary)]
     answer = {name: response[name] for name in ("id", "created_at", "usage")}
     await call.reply.whole(orjson.dumps({**answer, "object": "response.compaction", "output": output}))
 
@@ -193,7 +199,7 @@ def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
     """
     if body.input is None and not body.previous_response_id:
         raise InvalidRequestError("input is missing", param="input")
-    given = body.input or []
+    given = [] if body.input is None else body.input
     own = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
     if not body.previous_response_id:
         return own
