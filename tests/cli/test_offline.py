@@ -139,6 +139,15 @@ def test_a_forced_call_is_a_message(demo):
     [call] = answer.completions[0].message["tool_calls"]
     assert json.loads(call["function"]["arguments"])["a"] in "xy"
     assert demo.chat(HI, max_tokens=2)[0].completions[0].message is None
+    plain = demo.chat(HI, max_tokens=2, separate_reasoning=True)[0]
+    assert plain.completions[0].message["content"] == plain.text
+
+
+def test_a_streamed_call_ends_its_turn_as_a_call(demo, monkeypatch):
+    kinds = []
+    monkeypatch.setattr(demo.manager, "end_turn", lambda rid, event: kinds.append(event.kind))
+    list(demo.stream(HI, tools=[STRICT], tool_choice="required", max_tokens=60, seed=0, session_id="s"))
+    assert kinds == ["tool"]
 
 
 def test_vectors_scores_and_logprobs(demo):
@@ -164,11 +173,27 @@ def test_vectors_scores_and_logprobs(demo):
         ({"session_id": 7}, "session_id: expected str"),
         ({"priority": [1, 2]}, "2 entries of priority for 1 prompts"),
         ({"logprobs": 99}, "logprobs must be between 0 and 20"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
     ],
 )
 def test_wrong_fields_are_refused_as_over_http(llm, fields, words):
     with pytest.raises(InvalidRequestError, match=words):
         llm.generate("x", max_tokens=2, **fields)
+
+
+def test_none_is_not_given(llm):
+    """Wrappers pass None for what their callers leave out."""
+    empty = dict.fromkeys(("rid", "priority", "logit_bias", "temperature", "stop", "regex", "tools", "session_id"))
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    plain = [answer.text for answer in llm.generate(["a", "b"], params)]
+    for _ in range(2):
+        assert [answer.text for answer in llm.generate(["a", "b"], params, **empty)] == plain
+    assert llm.default_sampling_params(**empty) == llm.default_sampling_params()
+
+
+def test_there_is_no_vector_of_no_prompt(llm):
+    with pytest.raises(InvalidRequestError, match="must not be empty"):
+        llm.embed([])
 
 
 def test_turns_of_a_session_are_known_to_the_engine(tmp_path):

@@ -128,7 +128,8 @@ class QuantizedWeights:
         device = self.like.device
         if scale.numel() == 1:
             scales = scale.float().flatten().expand(shape[0])
-        elif scale.numel() == shape[0]:
+        elif tuple(scale.shape) in ((shape[0],), (shape[0], 1)):
+            # By shape: blocks of 128 are as many as rows where a row has 16384 inputs.
             scales = scale.float().flatten()
         elif tuple(self._block) == (128, 128) and tuple(scale.shape) == tuple(-(-size // 128) for size in shape):
             scales = scale.float()
