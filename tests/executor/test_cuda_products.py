@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from tests.executor.packed_models import MODELS, all_logits, load, packed_checkpoint, save_plain
 from tests.executor.test_quantized import KINDS, quantize
@@ -20,6 +21,8 @@ from tokenyard.executor.formats.cuda_products import (
     cuda_product,
     quantize_rows,
 )
+from tokenyard.executor.quantized import QuantizedWeights
+from tokenyard.executor.weights import SafetensorsWeights
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 
@@ -156,6 +159,16 @@ def test_models_of_four_bits(tmp_path, device, caplog, case):
     save_plain(config_type, fields, tmp_path)
     # Rounding the scales to bfloat16 costs as much as bfloat16 itself.
     assert both(*packed_checkpoint(tmp_path, tmp_path, case), caplog) < 0.03
+
+
+def test_as_many_blocks_as_rows_are_not_scales_of_rows(tmp_path):
+    """As in DeepSeek V3, where 128 blocks in a row of 16384 inputs make one for each output."""
+    shape, scales = (256, 16384), torch.rand(2, 128)
+    tensors = {"a.weight": torch.zeros(shape).to(FP8), "a.weight_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = SafetensorsWeights(tmp_path, torch.device("cpu"), torch.bfloat16)
+    found = QuantizedWeights(files, {"quant_method": "fp8", "weight_block_size": [128, 128]}).scaled("a.weight", shape)
+    assert torch.equal(found.scales, scales)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "float-quantized"])
