@@ -27,3 +27,12 @@ def test_numbers_and_scales(rows, inputs, block):
         halved = (found * 2 == wanted) & (found != 0)
         assert halved.float().mean() < 0.05
         torch.testing.assert_close(found[~halved], wanted[~halved], rtol=0.13, atol=0.01)
+
+
+def test_a_nan_stays_one():
+    """The sampler ends a row that has one; without it the row would go on with other numbers."""
+    x = torch.ones(3, 256)
+    x[1, 130] = torch.nan
+    numbers, scales = quantize_rows(x.to(DEVICE), 128)
+    found = (numbers.float().view(-1, 2, 128) * scales[:, :, None])[:3].isnan()
+    assert found.any(dim=-1).flatten().tolist() == [False, False, False, True, False, False]

@@ -17,6 +17,8 @@ def _quantize_kernel(numbers, scales, x, stride, rows, padded, size, LARGEST: tl
     inside = i < size
     value = tl.load(x + row * stride + group * size + i, inside & (row < rows), other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) / LARGEST
+    # A maximum drops a NaN, with which the row has to end.
+    scale += tl.sum(tl.where(value != value, value, 0.0), 0)
     rounded = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
     width = tl.num_programs(1) * size
     tl.store(numbers + row * width + group * size + i, rounded.to(numbers.dtype.element_ty), inside)
