@@ -42,11 +42,12 @@ from tokenyard.progress import follow
 from tokenyard.server.http.turns import ttl_ns
 from tokenyard.server.native.score import label_scores
 from tokenyard.server.openai.chat_output import chat_message
-from tokenyard.server.openai.completions import logprob_options
+from tokenyard.server.openai.completions import chat_logprob_options
 from tokenyard.server.openai.embeddings import Vectors, pooling_of, shortened, unit_vectors
 from tokenyard.server.openai.sampling_fields import new_generate_input, parse_text_options, refuse_unsupported
 from tokenyard.server.openai.structured_outputs import grammar_text
 from tokenyard.server.openai.tool_choice import chat_grammar, tool_use
+from tokenyard.server.parse.events import ParsedMessage
 from tokenyard.server.parse.output_style import OutputStyle, ParserOptions
 from tokenyard.server.prompts import chat_prompt, predicted_text
 from tokenyard.server.protocol import (
@@ -88,8 +89,8 @@ class SamplingParams(base.SamplingParams):
     """How tokens are sampled and when to stop: the fields of `base.SamplingParams`, in the forms a caller may give.
 
     `max_tokens` and `min_tokens` are other names for `max_new_tokens` and `min_new_tokens`, and `stop` may be a single
-    string. Without a `seed` each request draws one, so that equal prompts get different answers unless sampling is
-    greedy.
+    string. A field that is None counts as not given. Without a `seed` each request draws one, so that equal prompts get
+    different answers unless sampling is greedy.
 
     others: further fields of a request, with the names and values that they have over HTTP: `REQUEST_FIELDS`, such as
         json_schema, regex, structured_outputs, tools, logprobs, priority or session_id.
@@ -108,14 +109,15 @@ class SamplingParams(base.SamplingParams):
         **given: Any,
     ) -> None:
         """Raises TypeError for a field that does not exist."""
+        if unknown := given.keys() - _SAMPLING_FIELDS - REQUEST_FIELDS:
+            raise TypeError(f"there is no sampling parameter or request field {min(unknown)!r}")
+        given = _stated(given)
         given |= {"max_new_tokens": max_tokens} if max_tokens is not None else {}
         given |= {"min_new_tokens": min_tokens} if min_tokens is not None else {}
         own = {name: given.pop(name) for name in _SAMPLING_FIELDS & given.keys()}
-        if unknown := given.keys() - REQUEST_FIELDS:
-            raise TypeError(f"there is no sampling parameter or request field {min(unknown)!r}")
         stops = [stop] if isinstance(stop, str) else list(stop or ())
         super().__init__(stop=stops, seed=seed, **own)  # type: ignore[arg-type]
-        self.others = {**(others or {}), **{name: value for name, value in given.items() if value is not None}}
+        self.others = {**(others or {}), **given}
 
 
 EACH = ("priority", "rid", "session_id")
@@ -276,7 +278,7 @@ class LLM:
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Sampling parameters with the model's defaults, overridden by the `given` fields of `SamplingParams`."""
-        return SamplingParams(**{**self._options.default_sampling, **given})
+        return SamplingParams(**{**self._options.default_sampling, **_stated(given)})
 
     def generate(
         self,
@@ -344,6 +346,7 @@ class LLM:
 
         async def close() -> None:
             await deltas.aclose()
+            _read_messages(request, generation)
             self._end_turn(request, generation)
 
         try:
@@ -369,7 +372,11 @@ class LLM:
         many = _as_prompts(prompts)
         params = _each(sampling_params, len(many), "sampling params")
         adapters = _each(lora_path, len(many), "entries of lora_path")
-        own = {name: _each(sampling.pop(name), len(many), f"entries of {name}") for name in EACH if name in sampling}
+        own = {
+            name: _each(value, len(many), f"entries of {name}")
+            for name in EACH
+            if (value := sampling.pop(name, None)) is not None
+        }
         if isinstance(own.get("rid"), list) and len(many) > 1:
             own["rid"] = [
                 f"{rid}-{place}" if own["rid"].count(rid) > 1 else rid for place, rid in enumerate(own["rid"])
@@ -394,6 +401,8 @@ class LLM:
         dimensions: how many of its first values are kept, None for all.
         """
         many = _as_prompts(prompts)
+        if not len(many):
+            raise InvalidRequestError("prompts must not be empty", param="prompts")
         adapters = _each(lora_path, len(many), "entries of lora_path")
         params = SamplingParams(max_new_tokens=0, temperature=0.0)
         requests = [self._request(prompt, params, adapter) for prompt, adapter in zip(many, adapters, strict=True)]
@@ -486,11 +495,7 @@ class LLM:
         async with aclosing(self._manager.generate(request.spec)) as deltas:
             async for delta in deltas:
                 generation.add(delta)
-        if request.reading is not None:
-            for answer in generation.completions:
-                reader = request.reading.reader()
-                reader.feed(answer.text, last=True)
-                answer.message = chat_message(reader.message)
+        _read_messages(request, generation)
         self._end_turn(request, generation)
         return generation
 
@@ -510,8 +515,13 @@ class LLM:
         spec.add_special_tokens = False
         spec.grammar = chat_grammar(body, use, style, spec.text)
         if body.tools or body.separate_reasoning:
-            parallel = use.parallel
-            request.reading = style.reading(spec.text, use.functions, forced=use.forced, parallel=parallel)
+            request.reading = style.reading(
+                spec.text,
+                use.functions,
+                reasoning=body.separate_reasoning is not False,
+                forced=use.forced,
+                parallel=use.parallel,
+            )
         if request.reading is not None:
             spec.text_options.keep_ids = style.keep_ids
 
@@ -529,7 +539,7 @@ class LLM:
         if not isinstance(params, base.SamplingParams):
             raise InvalidRequestError(f"sampling params must be SamplingParams or a dict, not {type(params).__name__}")
         stated = {item.name: getattr(params, item.name) for item in fields(params)}
-        return SamplingParams(**{**stated, **given})
+        return SamplingParams(**{**stated, **_stated(given)})
 
     def _request(
         self, prompt: Prompt, params: base.SamplingParams, adapter: str | None, *, stream: bool = False
@@ -550,8 +560,7 @@ class LLM:
         spec.sampling, spec.seed, spec.lora = sampling, seed, adapter or ""
         keep_stop, interval = bool(body.include_stop_str_in_output), self._options.stream_interval
         spec.text_options = parse_text_options(body, stream=stream, stream_interval=interval, keep_stop=keep_stop)
-        if body.logprobs:
-            spec.logprobs = logprob_options(body.top_logprobs or 0, "logprobs", -1)
+        spec.logprobs = chat_logprob_options(body)
         if self._options.speculative_algorithm != "none":
             spec.prediction = predicted_text(body.prediction)
         spec.session = named_session(others, lambda _: None) or derived_session(messages)
@@ -596,6 +605,24 @@ def _chat_body(others: Mapping[str, Any], messages: list[dict[str, Any]], sampli
 def _whole(token: Any) -> Any:
     """A token id, which JSON has as a string, as a number; anything else as it is."""
     return int(token) if isinstance(token, str) and token.isdecimal() else token
+
+
+def _stated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are given."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _read_messages(request: _Request, generation: Generation) -> None:
+    """Put the message into each answer of a conversation that has tools, or whose reasoning is to be separate."""
+    if not request.body.messages or not (request.body.tools or request.body.separate_reasoning):
+        return
+    for answer in generation.completions:
+        message = ParsedMessage(answer.text)
+        if request.reading is not None:
+            reader = request.reading.reader()
+            reader.feed(answer.text, last=True)
+            message = reader.message
+        answer.message = chat_message(message)
 
 
 def _no_answer(request: _Request) -> Generation:

@@ -43,7 +43,7 @@ class Gateway:
         self.mode = mode
         self.headers, self.metadata, self.refused = {}, {}, None
 
-    async def ask(self, body, path="/v1/completions", subset=None, **headers):
+    async def ask(self, body, path="/v1/completions", subset=None, trailers=False, **headers):
         """Send a request as Envoy would, until its endpoint or a refusal is known. Returns the endpoints."""
         method = "POST" if body is not None else "GET"
         pseudo = {":method": method, ":path": path, "content-type": "application/json", **headers}
@@ -62,10 +62,12 @@ class Gateway:
             else:
                 pieces = [data[at : at + 50_000] for at in range(0, len(data), 50_000)]
             for number, piece in enumerate(pieces, 1):
-                last = number == len(pieces)
+                last = number == len(pieces) and not trailers
                 await self.call.write(
                     wire.ProcessingRequest(request_body=wire.HttpBody(body=piece, end_of_stream=last))
                 )
+        if trailers:
+            await self.call.write(wire.ProcessingRequest(request_trailers=wire.HttpTrailers()))
         answer = await self.call.read()
         if answer.HasField("immediate_response"):
             self.refused = answer.immediate_response
@@ -78,7 +80,7 @@ class Gateway:
                 piece = (await self.call.read()).request_body.response.body_mutation.streamed_response
                 passed += piece.body
                 assert len(piece.body) < 64 << 10
-                if piece.end_of_stream:
+                if piece.end_of_stream or (trailers and passed == data):
                     break
             assert passed == data
         return self.headers[DESTINATION].split(",")
@@ -166,13 +168,25 @@ def test_a_gateway_may_restrict_the_endpoints():
     async def body():
         async with FakeWorker("a") as a, FakeWorker("b") as b, picking(a, b) as (_, gateway, _channel):
             for worker in (a, b, a):
-                one = gateway()
-                assert await one.ask({"prompt": "hello"}, subset=[f"127.0.0.1:{worker.port}"]) == [
-                    f"127.0.0.1:{worker.port}"
-                ]
-                await one.answer(200, usage(1, 0, 1))
+                place = f"127.0.0.1:{worker.port}"
+                for subset in ([place], f"127.0.0.1:1,{place}"):
+                    one = gateway()
+                    assert await one.ask({"prompt": "hello"}, subset=subset) == [place]
+                    await one.answer(200, usage(1, 0, 1))
 
     asyncio.run(body())
+
+
+def test_a_body_may_end_with_trailers():
+    async def body():
+        async with FakeWorker("a") as a, picking(a) as (router, gateway, _):
+            one = gateway()
+            assert await one.ask({"prompt": "hello"}, trailers=True) == [f"127.0.0.1:{a.port}"]
+            assert (await one.call.read()).WhichOneof("response") == "request_trailers"
+            await one.answer(200, usage(1, 0, 1))
+            assert not router.exchanges
+
+    asyncio.run(asyncio.wait_for(body(), 20))
 
 
 @pytest.mark.parametrize(
@@ -283,3 +297,5 @@ def test_a_port_in_use_and_several_processes_are_refused():
     asyncio.run(body())
     with pytest.raises(ConfigError, match="--processes 1"):
         RouterSettings(endpoint_picker_port=9002, processes=2)
+    with pytest.raises(ConfigError, match="prefill and decode engines need a router"):
+        RouterSettings(endpoint_picker_port=9002, prefill_urls=("http://a:1",), decode_urls=("http://b:1",))

@@ -188,7 +188,9 @@ class PickerStream:
             case "response_body":
                 return self._response_body(message.response_body)
             case "request_trailers":
-                return [wire.ProcessingResponse(request_trailers=wire.TrailersResponse())]
+                # A body that is streamed, and that trailers follow, ends with them.
+                whole = [] if self._picked is not None else await self._whole_body(last=False)
+                return [*whole, wire.ProcessingResponse(request_trailers=wire.TrailersResponse())]
             case _:
                 if self._picked is not None:
                     self._picked.body(b"", last=True)
@@ -203,7 +205,8 @@ class PickerStream:
         self._headers = message.request_headers
         hint = message.metadata_context.filter_metadata.get(SUBSET_METADATA)
         if hint is not None and SUBSET in hint:
-            self._subset = frozenset(str(one) for one in hint[SUBSET])
+            given = hint[SUBSET]
+            self._subset = frozenset(map(str, given.split(",") if isinstance(given, str) else given))
         follows = not message.request_headers.end_of_stream and self._request_mode != ProcessingMode.NONE
         if not follows:
             return [wire.ProcessingResponse(request_headers=await self._pick(), dynamic_metadata=self._metadata())]
@@ -222,10 +225,13 @@ class PickerStream:
             picked = await self._pick()
             answer = wire.BodyResponse(response=picked.response)
             return [wire.ProcessingResponse(request_body=answer, dynamic_metadata=self._metadata())]
-        if not body.end_of_stream:
-            return []
+        return await self._whole_body(last=True) if body.end_of_stream else []
+
+    async def _whole_body(self, *, last: bool) -> list[wire.ProcessingResponse]:
+        """The answers to a body that is here: where the request goes, and the body itself. `last`: nothing follows."""
         head = wire.ProcessingResponse(request_headers=await self._pick(), dynamic_metadata=self._metadata())
-        return [head, *(wire.ProcessingResponse(request_body=piece) for piece in _pieces(bytes(self._body)))]
+        pieces = _pieces(bytes(self._body), last=last)
+        return [head, *(wire.ProcessingResponse(request_body=piece) for piece in pieces)]
 
     async def _pick(self) -> wire.HeadersResponse:
         """Have the request placed. Raises TokenyardError if it gets no target."""
@@ -295,7 +301,7 @@ def _options(headers: list[tuple[str, bytes]]) -> list[HeaderValueOption]:
 STREAMED_WORDS = "the gateway sends request bodies in pieces; set request_body_mode to FULL_DUPLEX_STREAMED or BUFFERED"
 
 
-def _pieces(body: bytes, *, last: bool = True) -> list[wire.BodyResponse]:
+def _pieces(body: bytes, *, last: bool) -> list[wire.BodyResponse]:
     """A body as messages; at least one, so that the end of an empty body is told."""
     starts = range(0, max(len(body), 1), PIECE_BYTES)
     pieces = [body[start : start + PIECE_BYTES] for start in starts]

@@ -199,6 +199,10 @@ class RouterSettings:
                     "--endpoint-picker-port needs --processes 1",
                 ),
                 (
+                    not self.endpoint_picker_port or not (self.prefill_urls or self.decode_urls),
+                    "--endpoint-picker-port names one engine for a request; prefill and decode engines need a router",
+                ),
+                (
                     not self.kv_events or bool(self.tokenizer),
                     "--kv-events needs --tokenizer, because events name token ids",
                 ),

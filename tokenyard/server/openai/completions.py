@@ -119,9 +119,7 @@ async def completions(call: RequestContext) -> None:
 async def prepare_chat(call: RequestContext, body: ChatRequest) -> PreparedRequest:
     """Prepare a chat body. Raises InvalidRequestError for invalid or unsupported fields."""
     refuse_unsupported(body)
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
+    logprobs = chat_logprob_options(body)
     given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     check_max_tokens(given, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens", least=1)
     use = tool_use(body)
@@ -154,7 +152,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> P
     _check_completion(body)
     logprobs = None
     if body.logprobs is not None:
-        logprobs = logprob_options(body.logprobs, "logprobs", 0 if body.echo else -1)
+        logprobs = _logprob_options(body.logprobs, "logprobs", 0 if body.echo else -1)
     # The engine always samples a token; an echo alone asks for one and leaves it out.
     most = 1 if body.max_tokens == 0 else body.max_tokens
     prompts = await completion_prompts(call, body)
@@ -186,7 +184,16 @@ def _check_completion(body: CompletionRequest) -> None:
     check_max_tokens(body.max_tokens, "max_tokens", least=0 if body.echo else 1)
 
 
-def logprob_options(top: int, param: str, prompt_from: int) -> LogprobOptions:
+def chat_logprob_options(body: ChatRequest) -> LogprobOptions | None:
+    """The log-probabilities that a chat asks for, None for none. Raises InvalidRequestError for too many alternatives,
+    and for alternatives alone.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return _logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
+
+
+def _logprob_options(top: int, param: str, prompt_from: int) -> LogprobOptions:
     """Logprob options with `top` alternatives. Raises InvalidRequestError if that is too many."""
     if not 0 <= top <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"{param} must be between 0 and {MAX_TOP_LOGPROBS}", param=param)
