@@ -41,6 +41,7 @@ VARIANTS = {
         "router": {"args": ["--policy=least_load"], "serviceType": "LoadBalancer"},
     },
     "clients": {"networkPolicy": {"clients": {"app": "chat"}}},
+    "outside": {"router": {"serviceType": "LoadBalancer"}},
     "gateway": {"inferencePool": {"enabled": True}, "networkPolicy": {"clients": {"app": "gateway"}}},
 }
 METRIC = re.compile(r"\btokenyard_\w+")
@@ -191,6 +192,26 @@ def test_routers_and_engines_have_replicas_budgets_and_keys_from_secrets():
         assert deployment["metadata"]["name"] in budgets
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         assert [one for one in container["envFrom"] if "secretRef" in one]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_upgrade_does_not_take_the_number_of_engines_back_from_the_autoscaler(variant):
+    objects = {(one["kind"], one["metadata"]["name"]): one for one in rendered(variant)}
+    scaled = [one["spec"]["scaleTargetRef"] for (kind, _), one in objects.items() if kind == "ScaledObject"]
+    targets = [objects[target.get("kind", "Deployment"), target["name"]] for target in scaled]
+    assert not any("replicas" in target["spec"] for target in targets)
+
+
+def test_clients_outside_the_cluster_reach_a_router_that_a_service_shows_to_them():
+    def sources(**values):
+        policies = documents(render_chart(CHART, values)["networkpolicy.yaml"])
+        (rules,) = (one["spec"]["ingress"] for one in policies if one["metadata"]["name"] == "yard-router")
+        return [rule.get("from") for rule in rules if {"port": 30080} in rule["ports"]]
+
+    shown = {"serviceType": "LoadBalancer"}
+    assert None not in sources()
+    assert None in sources(router=shown)
+    assert None not in sources(router=shown, networkPolicy={"clients": {"app": "chat"}})
 
 
 def test_the_router_sends_engines_their_admin_key_or_it_could_not_read_their_limits():

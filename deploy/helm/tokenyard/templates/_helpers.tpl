@@ -115,6 +115,7 @@ llm-d.ai/role: {{ .role }}
 {{- $store := $root.Values.kvStore.enabled -}}
 {{- $pod := dict "root" $root "role" .role "serves" true "store" $store -}}
 {{- $labels := dict "root" $root "app" .app "role" .role -}}
+{{- $scaled := and $root.Values.autoscaling.enabled (not (eq .role "prefill")) -}}
 {{- if gt ($root.Values.engine.machines | int) 1 -}}
 apiVersion: leaderworkerset.x-k8s.io/v1
 kind: LeaderWorkerSet
@@ -122,7 +123,9 @@ metadata:
   name: {{ .app }}
   labels: {app: {{ .app }}}
 spec:
+  {{- if not $scaled }}
   replicas: {{ .replicas }}
+  {{- end }}
   rolloutStrategy:
     type: RollingUpdate
     rollingUpdateConfiguration: {maxUnavailable: 0, maxSurge: 1}
@@ -149,7 +152,7 @@ metadata:
   name: {{ .app }}
   labels: {app: {{ .app }}}
 spec:
-  {{- if not (and $root.Values.autoscaling.enabled (not (eq .role "prefill"))) }}
+  {{- if not $scaled }}
   replicas: {{ .replicas }}
   {{- end }}
   selector:
