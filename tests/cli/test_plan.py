@@ -88,6 +88,9 @@ def test_a_wrong_file_of_devices_is_one_line(tmp_path, capsys, text, complaint):
         (["--preset", "sarathi"], "--policies"),
         (["--json", "nowhere/o.json"], "--json"),
         (["--trace", "x"], "either --trace"),
+        (["--autoscale", "qeue"], "did you mean queue"),
+        (["--autoscale", "queue", "--cold-start-s", "nan"], "must be finite"),
+        (["--autoscale", "queue", "--prefill-shares", "0,0.5"], "leave out --prefill-shares"),
     ],
 )
 def test_wrong_arguments_are_one_line(capsys, argv, complaint):
@@ -95,6 +98,17 @@ def test_wrong_arguments_are_one_line(capsys, argv, complaint):
     shown = capsys.readouterr().err
     assert complaint in shown
     assert shown.count("\n") == 1
+
+
+def test_a_fleet_of_one_is_compared_with_its_autoscaler(tmp_path, capsys):
+    out = tmp_path / "o.json"
+    argv = ["--max-replicas", "1", "--policies", "fcfs", "--target", "0.1", "--seeds", "1", "--autoscale", "queue"]
+    assert main(["plan", *SMALL, *argv, "--json", str(out)]) == 0
+    (scaled,) = json.loads(out.read_text())["autoscaled"]
+    assert (scaled["mean_replicas"], scaled["max_replicas"], scaled["price_per_hour"]) == (1.0, 1, None)
+    shown = capsys.readouterr().out
+    assert "Fixed or autoscaled" in shown
+    assert "an hour" not in shown
 
 
 @pytest.mark.slow

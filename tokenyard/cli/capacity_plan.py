@@ -121,7 +121,8 @@ def run_capacity_plan(args: argparse.Namespace) -> int:
             "plan draws other arrivals of the same traffic, and turns of sessions arrive when those before them end; "
             "run simulate at several values of --replicas instead"
         )
-    options, rules = make_options(args, workload), autoscalers(args)
+    options = make_options(args, workload)
+    rules = autoscalers(args, options)
     with progress_bar(args.quiet) as bar, TaskPool(workload, args.jobs, bar, args.ray) as pool:
         planner = planner_on(pool, workload, args)
         plan = planner.plan(options)

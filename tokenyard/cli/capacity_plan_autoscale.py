@@ -12,6 +12,7 @@ from tokenyard.base import ConfigError
 from tokenyard.base.percent import percent
 from tokenyard.sim.fleet.autoscaler import RULES, Autoscale, autoscale
 from tokenyard.sim.planner.capacity_plan import CapacityPlan, SizedFleet
+from tokenyard.sim.planner.trial import FleetOption
 from tokenyard.sim.report.summary import fleet_summary
 from tokenyard.sim.simulate import simulate
 from tokenyard.sim.traces.workload import Workload
@@ -26,14 +27,14 @@ class AutoscaledFleet:
 
     engines, most: engines on average and at most.
     attainment: share of the requests that met their targets.
-    cost: price of an average hour, or without prices the devices on average.
+    price_per_hour: of an average hour; None without prices.
     """
 
     rule: str
     engines: float
     most: int
     attainment: float
-    cost: float
+    price_per_hour: float | None
 
 
 def add_autoscale_arguments(group: argparse._ArgumentGroup) -> None:
@@ -53,11 +54,13 @@ def add_autoscale_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def autoscalers(args: argparse.Namespace) -> list[Autoscale]:
-    """The autoscalers that the arguments name. Raises ConfigError for unknown ones."""
+def autoscalers(args: argparse.Namespace, options: Sequence[FleetOption]) -> list[Autoscale]:
+    """The autoscalers that the arguments name. Raises ConfigError for unknown ones, and for fleets that have none."""
     names = [name.strip() for name in args.autoscale.split(",") if name.strip()]
     if len(names) > len(set(names)):
         raise ConfigError(f"--autoscale is {args.autoscale!r}; give each rule once")
+    if names and any(option.setup.disagg is not None for option in options):
+        raise ConfigError("--autoscale does not simulate prefill engines; leave out --prefill-shares")
     return [autoscale(name, start_s=args.cold_start_s) for name in names]
 
 
@@ -65,8 +68,6 @@ def compare_autoscaled(found: SizedFleet, workload: Workload, rules: Sequence[Au
     """Each rule on the whole trace, starting with the fixed fleet's engines."""
     fleets: list[AutoscaledFleet] = []
     option, most = found.option, min(HEADROOM * found.replicas, found.option.max_replicas)
-    if option.setup.disagg is not None:
-        raise ConfigError("--autoscale does not simulate prefill engines; leave out --prefill-shares")
     for rule in rules:
         setup = option.fleet(most)
         scaled = replace(rule, initial_replicas=found.replicas)
@@ -79,7 +80,7 @@ def compare_autoscaled(found: SizedFleet, workload: Workload, rules: Sequence[Au
                 engines,
                 figures["autoscaling"]["max_replicas"],
                 figures["slo_attainment"],
-                option.cost(1) * engines,
+                None if option.price is None else option.cost(1) * engines,
             )
         )
     return fleets
@@ -93,13 +94,14 @@ def autoscale_table(plan: CapacityPlan, fleets: Sequence[AutoscaledFleet], cold_
         caption=f"on the recorded arrivals, with a cold start of {cold_start_s:g} s",
         box=SIMPLE_HEAD,
     )
-    for column in ("rule", "engines on average", "at most", "SLO met", "an hour"):
+    priced = found.option.price is not None
+    for column in ("rule", "engines on average", "at most", "SLO met", *(["an hour"] if priced else [])):
         table.add_column(column, justify="left" if column == "rule" else "right")
-    fixed = ("fixed", f"{found.replicas}", f"{found.replicas}")
-    table.add_row(*fixed, f"{percent(found.attainment.values[0], 2)} %", f"{found.cost:.2f}")
+    fixed = ("fixed", f"{found.replicas}", f"{found.replicas}", f"{percent(found.attainment.values[0], 2)} %")
+    table.add_row(*fixed, *([f"{found.cost:.2f}"] if priced else []))
     for one in fleets:
-        share = f"{percent(one.attainment, 2)} %"
-        table.add_row(one.rule, f"{one.engines:.2f}", f"{one.most}", share, f"{one.cost:.2f}")
+        row = (one.rule, f"{one.engines:.2f}", f"{one.most}", f"{percent(one.attainment, 2)} %")
+        table.add_row(*row, *([] if one.price_per_hour is None else [f"{one.price_per_hour:.2f}"]))
     return table
 
 
@@ -111,7 +113,7 @@ def autoscale_document(fleets: Sequence[AutoscaledFleet], cold_start_s: float) -
             "mean_replicas": one.engines,
             "max_replicas": one.most,
             "attainment": one.attainment,
-            "price_per_hour": one.cost,
+            "price_per_hour": one.price_per_hour,
             "cold_start_s": cold_start_s,
         }
         for one in fleets

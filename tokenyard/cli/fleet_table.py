@@ -18,9 +18,9 @@ MAX_ROWS = 32
 
 
 def print_fleets(outcomes: Mapping[str, Outcome]) -> None:
-    """A table for each of `outcomes` that had several schedulers."""
+    """A table for each of `outcomes` that had several schedulers, or one under an autoscaler."""
     for name, outcome in outcomes.items():
-        if outcome.setup.schedulers > 1:
+        if outcome.setup.schedulers > 1 or outcome.scaling is not None:
             Console().print(fleet_table(name, outcome))
 
 

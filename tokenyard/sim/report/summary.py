@@ -178,11 +178,11 @@ def _drafts(outcome: Outcome) -> dict[str, Any]:
 
 
 def fleet_summary(outcome: Outcome) -> dict[str, Any]:
-    """`summary`, with figures per scheduler if there are several."""
+    """`summary`, with figures per scheduler if there are several, and those of an autoscaler."""
+    figures = summary(outcome) | _scaling(outcome)
     if outcome.setup.schedulers == 1:
-        return summary(outcome)
-    figures = {"router_queue": router_queue(outcome), "workers": worker_figures(outcome)}
-    return summary(outcome) | figures | _scaling(outcome)
+        return figures
+    return figures | {"router_queue": router_queue(outcome), "workers": worker_figures(outcome)}
 
 
 def _scaling(outcome: Outcome) -> dict[str, Any]:
