@@ -24,6 +24,8 @@ IDLE_ATTAINMENT = 0.5
 while the target was met."""
 
 FORECAST_WINDOWS = 4
+LEAST_EVERY_S = 0.001
+NUMBERS = ("target", "start_s", "every_s", "stable_s", "idle_s", "price")
 OFF, STARTING, READY, DRAINING, DEAD = "off", "starting", "ready", "draining", "dead"
 
 
@@ -108,8 +110,10 @@ class Autoscale:
             near = difflib.get_close_matches(self.rule, RULES, n=2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(RULES)}"
             raise ConfigError(f"there is no autoscaling rule {self.rule!r}; {hint}")
-        if not (self.target > 0.0 and self.every_s > 0.0):
-            raise ConfigError("target and every_s of an autoscaler must be above 0")
+        if not all(math.isfinite(getattr(self, name)) for name in NUMBERS):
+            raise ConfigError(f"{', '.join(NUMBERS)} of an autoscaler must be finite numbers")
+        if not (self.target > 0.0 and self.every_s >= LEAST_EVERY_S):
+            raise ConfigError(f"target of an autoscaler must be above 0, and every_s at least {LEAST_EVERY_S:g}")
         if min(self.min_replicas, self.initial_replicas, self.start_s, self.stable_s, self.idle_s, self.price) < 0:
             raise ConfigError("an autoscaler takes no negative numbers")
         if self.rule == "attainment" and self.target >= 1.0:
@@ -131,8 +135,8 @@ def queue_rule(settings: Autoscale) -> Rule:
 
 
 def keda_rule(settings: Autoscale) -> Rule:
-    """KEDA with a Prometheus trigger on waiting requests: the HPA's formula with its tolerance, up at most fourfold or
-    by four per interval, and the activation of the first engine.
+    """KEDA with a Prometheus trigger on waiting requests: the HPA's formula with its tolerance, at most twice or four
+    more engines per interval, and the activation of the first engine.
 
     (Kubernetes' documentation of HorizontalPodAutoscaler; `averageValue` targets divide the sum by the replicas.)
     """
@@ -169,10 +173,10 @@ def llm_d_rule(_: Autoscale) -> Rule:
             return load.replicas
         if kv < WVA_KV_SPARE or queue < WVA_QUEUE_SPARE or load.queued:
             return load.replicas + 1
-        # One fewer: the load of all on one engine less.
+        # One fewer: the load of those that are not saturated on one engine less.
         fewer = count - 1
         if fewer < 1:
-            return 1 if load.open else 0
+            return load.replicas if load.replicas > 1 or load.open else 0
         kv_then = WVA_KV_FULL - (WVA_KV_FULL - kv) * count / fewer
         queue_then = WVA_QUEUE_FULL - (WVA_QUEUE_FULL - queue) * count / fewer
         return load.replicas - (kv_then >= WVA_KV_SPARE and queue_then >= WVA_QUEUE_SPARE)
@@ -281,10 +285,11 @@ class Autoscaler:
     """The state of a fleet's engines under an autoscaler. It decides; whoever runs the engines performs it.
 
     run: what it did so far.
+    decided_s: when it decided last.
     """
 
     def __init__(self, settings: Autoscale, replicas: int) -> None:
-        self.settings, self.run = settings, ScalingRun()
+        self.settings, self.run, self.decided_s = settings, ScalingRun(), 0.0
         self._rule = settings.make_rule()
         self._engines = [_Engine() for _ in range(replicas)]
         self._wanted: deque[tuple[float, int]] = deque()
@@ -300,6 +305,7 @@ class Autoscaler:
     def decide(self, load: FleetLoad) -> tuple[list[int], list[int], list[int]]:
         """The engines to start, to open again (they drain) and to close now."""
         settings, now_s = self.settings, load.now_s
+        self.decided_s = now_s
         wanted = min(max(self._rule(load), settings.min_replicas), len(self._engines) - len(self.numbers(DEAD)))
         self._wanted.append((now_s, wanted))
         while self._wanted[0][0] < now_s - settings.stable_s:
@@ -317,7 +323,9 @@ class Autoscaler:
             return [], [], []
         ready = self.numbers(READY)
         idle_first = sorted(range(len(ready)), key=lambda i: load.engines[i].running + load.engines[i].waiting)
-        return [], [], [ready[i] for i in idle_first[: current - steady]]
+        # Those that do not serve yet go first, as pods that are not ready do in Kubernetes.
+        stoppable = [*self.numbers(STARTING), *(ready[i] for i in idle_first)]
+        return [], [], stoppable[: current - steady]
 
     def started(self, number: int, now_s: float) -> float:
         """The engine starts; returns when it is ready (s)."""
@@ -327,13 +335,16 @@ class Autoscaler:
         self._note(now_s)
         return engine.ready_s
 
-    def ready(self, number: int, now_s: float) -> bool:
-        """Its cold start is over: whether it serves now. It does not if it died or starts anew."""
+    def ready(self, number: int, ready_s: float) -> bool:
+        """The cold start that was to end at `ready_s` is over: whether the engine serves now.
+
+        It does not if it died, was stopped or starts anew meanwhile.
+        """
         engine = self._engines[number]
-        if engine.state != STARTING or engine.ready_s > now_s:
+        if engine.state != STARTING or engine.ready_s != ready_s:
             return False
         engine.state = READY
-        self._note(now_s)
+        self._note(ready_s)
         return True
 
     def opened(self, number: int, now_s: float) -> None:

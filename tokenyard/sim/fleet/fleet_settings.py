@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,23 +180,27 @@ class _Reader:
         profiles = {
             self._whole(worker): self._profile(what) for worker, what in self._mapping(document, "workers").items()
         }
+        scaling = self._autoscale(self._mapping(document, "autoscale"))
         try:
-            scale = self._autoscale(self._mapping(document, "autoscale"))
+            scale = autoscale(**scaling) if "autoscale" in document else None
             changed = replace(Fleet(**changes), faults=faults, drains=drains, stops=stops, profiles=profiles)
             return replace(changed, autoscale=scale)
         except ConfigError as error:
             raise self._wrong(error.message) from None
 
-    def _autoscale(self, given: Mapping[str, Any]) -> Autoscale | None:
-        if not given:
-            return None
-        counts = ("min_replicas", "initial_replicas")
-        numbers = {
-            key: self._whole(value) if key in counts else self._number(value, key)
-            for key, value in given.items()
-            if key != "rule"
-        }
-        return autoscale(str(given.get("rule", "queue")), **numbers)
+    def _autoscale(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of an autoscaler, with numbers of the kind of the defaults."""
+        usual = Autoscale()
+        self._known("autoscale", given, tuple(item.name for item in fields(Autoscale)))
+        changes: dict[str, Any] = {"rule": str(given.get("rule", usual.rule))}
+        for key, value in given.items():
+            if isinstance(getattr(usual, key), float):
+                changes[key] = self._number(value, key)
+            elif key != "rule" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise self._wrong(f"{key} is {value!r}; it must be a whole number")
+            elif key != "rule":
+                changes[key] = value
+        return changes
 
     def _check_kinds(self, changes: Mapping[str, Any]) -> None:
         """Check that values have the type of the defaults that they replace."""

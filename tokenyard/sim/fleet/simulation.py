@@ -130,6 +130,7 @@ class Simulation:
         self._served_by: dict[int, list[int]] = {}
         self._sweep_ns = NEVER_NS
         self._autoscaler: Autoscaler | None = None
+        self._arrived_ns = np.full(len(workload), NEVER_NS)
         if setup.fleet.autoscale is not None:
             self._start_autoscaler(Autoscaler(setup.fleet.autoscale, setup.replicas))
         self._exchanges_usage = setup.dp_size > 1 and shares_tenants(setup.settings)
@@ -276,6 +277,7 @@ class Simulation:
 
     def _arrive(self, index: int, now: int) -> None:
         """Request `index` arrives."""
+        self._arrived_ns[index] = now
         self._outcome.unloaded_s[index] = self._unloaded(int(self._workload.prompt_tokens[index]))
         request = self._request(index)
         if self._workload.sessions is not None:
@@ -437,11 +439,15 @@ class Simulation:
         scaler, routing = self._autoscaler, self.routing
         assert scaler is not None
         assert routing is not None
+        arrived = self._arrived_ns < NEVER_NS
+        if self._arrivals.next_ns == NEVER_NS and (self._outcome.status[arrived] != UNFINISHED).all():
+            return
         now_s = now / NS_PER_S
         self._end_drained(now)
         start, again, close = scaler.decide(self._fleet_load(scaler, now))
         for engine in start:
-            self.at(to_ns(scaler.started(engine, now_s)), partial(self._engine_ready, engine))
+            ready_s = scaler.started(engine, now_s)
+            self.at(to_ns(ready_s), partial(self._engine_ready, engine, ready_s))
         for engine in again:
             scaler.opened(engine, now_s)
             routing.open(engine)
@@ -450,13 +456,12 @@ class Simulation:
             routing.close(engine)
         self._end_drained(now)
         self._serve(now)
-        if self._arrivals.next_ns < NEVER_NS or (self._outcome.status[: self._arrivals.popped] == UNFINISHED).any():
-            self.at(now + to_ns(scaler.settings.every_s), self._autoscale)
+        self.at(now + to_ns(scaler.settings.every_s), self._autoscale)
 
-    def _engine_ready(self, engine: int, now: int) -> None:
-        """The cold start of an engine is over."""
+    def _engine_ready(self, engine: int, ready_s: float, now: int) -> None:
+        """The cold start of an engine, which was to be ready at `ready_s`, is over."""
         assert self._autoscaler is not None
-        if self._autoscaler.ready(engine, now / NS_PER_S):
+        if self._autoscaler.ready(engine, ready_s):
             self._apply_fleet_event(FleetEvent("open", engine), now)
 
     def _end_drained(self, now: int) -> None:
@@ -488,20 +493,20 @@ class Simulation:
             used = sum(state.used_tokens for state in states) / max(sum(state.total_tokens for state in states), 1)
             waiting = sum(state.waiting for state in states)
             engines.append(EngineLoad(waiting, sum(state.running + state.prefilling for state in states), used))
-        popped = self._arrivals.popped
-        attainment = self._first_tokens_in_time(now - to_ns(scaler.settings.every_s), popped, now)
-        starting = len(scaler.numbers(STARTING))
-        return FleetLoad(now / NS_PER_S, engines, starting, self.routing.waiting, popped, attainment)
+        attainment = self._first_tokens_in_time(now - to_ns(scaler.settings.every_s), now)
+        starting, arrivals = len(scaler.numbers(STARTING)), self._arrivals.popped
+        return FleetLoad(now / NS_PER_S, engines, starting, self.routing.waiting, arrivals, attainment)
 
-    def _first_tokens_in_time(self, since: int, popped: int, now: int) -> float | None:
+    def _first_tokens_in_time(self, since: int, now: int) -> float | None:
         """The share of the requests that began or became overdue since `since` (ns) whose first token was in time."""
         outcome, routing = self._outcome, self.routing
         assert routing is not None
-        arrived = outcome.arrival_ns[:popped]
-        first = outcome.first_token_ns[:popped].copy()
+        arrived = self._arrived_ns < NEVER_NS
+        first = outcome.first_token_ns.copy()
         for number, at in routing.first_seen.items():
             first[number] = at
-        due = arrived + np.minimum(outcome.ttft_slo_s[:popped] * NS_PER_S, 1e18).astype(np.int64)
+        first = first[arrived]
+        due = self._arrived_ns[arrived] + np.minimum(outcome.ttft_slo_s[arrived] * NS_PER_S, 1e18).astype(np.int64)
         latest = (first > since) | ((first == 0) & (due > since) & (due <= now))
         in_time = (first > 0) & (first <= due)
         return float(in_time[latest].mean()) if latest.any() else None
@@ -592,7 +597,10 @@ class Simulation:
         replicas = [unit.replica for unit in self.units]
         lives = [[*ended, replica] for ended, replica in zip(self._ended, replicas, strict=True)]
         outcome.schedulers = [_run_of(one) for one in lives]
-        outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
+        ends_ns = [life.now for one in lives for life in one]
+        if self._autoscaler is not None:
+            ends_ns.append(round(self._autoscaler.decided_s * NS_PER_S))
+        outcome.sim_seconds = max(ends_ns) / NS_PER_S
         if self._kv_stores:
             outcome.kv_store = KvStoreTotals()
             for unit, kv_store in zip(self.units, self._kv_stores, strict=True):
