@@ -499,21 +499,26 @@ def test_vidur_with_times(tmp_path):
 def test_blis_prompts_of_a_group_share_their_beginning(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text(
-        "request_id,client_id,tenant_id,slo_class,priority,session_id,round_index,prefix_group,prefix_length,streaming,"
+        "request_id,client_id,tenant_id,slo_class,vllm_priority,session_id,round_index,prefix_group,prefix_length,streaming,"
         "input_tokens,output_tokens,deadline_us,server_input_tokens,arrival_time_us,num_chunks,status,finish_reason\n"
         "0,c,gold,interactive,2,,0,system,64,true,100,7,0,0,1000000,7,ok,stop\n"
-        "1,c,free,batch,,,0,system,64,true,100,3,30000000,104,1500000,3,timeout,\n"
-        "2,c,free,batch,,,0,,0,true,50,4,0,0,3000000,4,ok,length\n"
+        "1,c,free,batch,,,0,system,64,true,100,3,30000000,168,1500000,3,timeout,\n"
+        "2,c,free,batch,,,0,,0,true,50,4,0,54,3000000,4,ok,length\n"
     )
     assert detect_format(path) == "blis"
     workload = read_trace(path, "blis")
     assert workload.arrival_s.tolist() == [0.0, 0.5, 2.0]
-    assert workload.prompt_tokens.tolist() == [100, 104, 50]
+    # input_tokens does not count the prefix; server_input_tokens counts all, with the template.
+    assert workload.prompt_tokens.tolist() == [164, 164, 54]
+    assert workload.priority[0] == -2  # vLLM's lower numbers are more urgent
     assert [workload.tenants[tenant] for tenant in workload.tenant] == ["gold", "free", "free"]
     prompts = [workload.content.prompt_ids(number, int(workload.prompt_tokens[number])) for number in range(3)]
     assert (prompts[0][:64] == prompts[1][:64]).all()
-    assert (prompts[0][64:] != prompts[1][64:100]).any()
-    assert (prompts[2] != prompts[0][:50]).any()
+    assert (prompts[0][64:] != prompts[1][64:]).any()
+    assert (prompts[2] != prompts[0][:54]).any()
+    path.write_text(path.read_text().replace(",64,", ",-64,"))
+    with pytest.raises(ConfigError, match="prefix_length is '-64', not a whole number from 0 on"):
+        read_trace(path, "blis")
 
 
 LOG = {"logger": "tokenyard.requests", "prompt_tokens": 9, "reason": "stop", "cause": ""}

@@ -1,10 +1,11 @@
 """Traces of BLIS (github inference-sim/inference-sim), the CSV of its trace v2.
 
 Detected by `input_tokens`, `output_tokens` and `arrival_time_us` (microseconds). Also read where they are there:
-`server_input_tokens` (the prompt as the server counted it, instead of `input_tokens`), `prefix_group` and
-`prefix_length` (the beginning that all prompts of a group share), `tenant_id`, `slo_class`, `priority` and `status`
-(`error` and `timeout`: the answer was cut off). Not read: the header file, `session_id` and `round_index` (turns arrive
-at their recorded times), `deadline_us` (when the client gives up) and the times that the server took.
+`prefix_group` and `prefix_length` (a beginning that all prompts of a group share and that `input_tokens` does not
+count), `server_input_tokens` (the whole prompt as the server counted it, where there is no prefix), `tenant_id`,
+`slo_class`, `vllm_priority` (0 is the most urgent) and `status` (other than `ok`: the answer was cut off). Not read:
+the header file, `session_id` and `round_index` (turns arrive at their recorded times), `deadline_us` (when the client
+gives up), `adapter` and the times that the server took.
 """
 
 from pathlib import Path
@@ -27,20 +28,22 @@ def read_blis(path: Path, options: ReadOptions) -> Workload:
 
     def take(where: str, line: str) -> None:
         record = header.record(where, line)
-        prompt = _optional(record, "server_input_tokens", where) or csv_tokens(record, "input_tokens", where)
-        shared = min(_optional(record, "prefix_length", where), prompt) if record.get("prefix_group") else 0
+        own, name = csv_tokens(record, "input_tokens", where), record.get("prefix_group", "")
+        shared = _optional(record, "prefix_length", where) if name else 0
+        if not name:
+            own = _optional(record, "server_input_tokens", where) or own
         # Group n has the stream 2 n, the rest of request m the stream 2 m + 1.
-        group = 2 * groups.setdefault(record.get("prefix_group", ""), len(groups))
-        rest = [(2 * len(builder) + 1, prompt - shared)] if prompt > shared else []
+        group = 2 * groups.setdefault(name, len(groups))
+        rest = [(2 * len(builder) + 1, own)] if own else []
         builder.add(
             where,
             csv_number(record, "arrival_time_us", where) / US_PER_S,
-            prompt,
+            shared + own,
             csv_tokens(record, "output_tokens", where),
             segments=[(group, shared), *rest] if shared else rest,
             tenant=record.get("tenant_id", ""),
             service_class=record.get("slo_class", ""),
-            priority=_optional(record, "priority", where) if record.get("priority") else None,
+            priority=-_optional(record, "vllm_priority", where) if record.get("vllm_priority") else None,
             complete=record.get("status", "ok") in ("", "ok"),
         )
 
@@ -53,8 +56,8 @@ def _optional(record: dict[str, str], key: str, where: str) -> int:
     if not record.get(key):
         return 0
     value = csv_number(record, key, where)
-    if not value.is_integer():
-        raise ConfigError(f"{where}: {key} is {record[key]!r}, not a whole number")
+    if not value.is_integer() or value < 0:
+        raise ConfigError(f"{where}: {key} is {record[key]!r}, not a whole number from 0 on")
     return int(value)
 
 
