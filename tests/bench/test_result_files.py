@@ -41,8 +41,8 @@ def vllm(requests):
 
 
 def sglang(requests):
-    """Two runs, one per line; this client records no times of sending."""
-    return json.dumps({"backend": "sglang", **bench_serve(requests)}) + "\n"
+    """This client records no times of sending, and an infinite rate as Python writes it."""
+    return json.dumps({"backend": "sglang", **bench_serve(requests), "request_rate": float("inf")}) + "\n"
 
 
 def guidellm(requests):
@@ -169,6 +169,12 @@ def test_without_times_of_sending_the_next_request_begins_when_a_client_is_free(
         (json.dumps(bench_serve([ONE]) | {"request_rate": 4.0}), "no start_times"),
         (json.dumps(bench_serve([ONE]) | {"errors": ["refused"]}), "no request that succeeded"),
         (json.dumps(bench_serve([ONE]) | {"itls": []}), "expected fields"),
+        (json.dumps(bench_serve([ONE]) | {"max_concurrency": -1}), "expected fields"),
+        (json.dumps(bench_serve([ONE]) | {"itls": [[float("inf")]]}), "result.json: a request's first token"),
+        (json.dumps(bench_serve([ONE]) | {"input_lens": [0]}), "result.json: a request has no prompt"),
+        (aiperf([ONE]).replace("input_sequence_length", "isl"), "expected fields"),
+        (json.dumps({"metadata": {}, "metrics": None}), "expected fields"),
+        (json.dumps({"requests": ["one"]}), "expected fields"),
     ],
 )
 def test_a_file_that_shows_no_requests_is_refused(text, complaint, tmp_path):

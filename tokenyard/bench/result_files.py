@@ -5,6 +5,7 @@ details, cannot show the time of a step, and is refused with the flag that makes
 """
 
 import heapq
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,15 @@ def read_result_file(path: Path) -> list[Run]:
     documents = _documents(path)
     if not documents:
         raise ConfigError(f"{path} is empty")
-    if all("metadata" in one and "metrics" in one for one in documents):
-        runs = [list(_each(documents, _aiperf))]
-    else:
-        runs = [run for one in documents for run in _runs(one, path)]
+    try:
+        if all("metadata" in one and "metrics" in one for one in documents):
+            runs = [list(_each(documents, _aiperf))]
+        else:
+            runs = [run for one in documents for run in _runs(one)]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} does not have the expected fields ({type(error).__name__}: {error})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
     runs = [run for run in runs if run]
     if not runs:
         raise ConfigError(f"{path} has no request that succeeded and was streamed")
@@ -38,48 +44,45 @@ def read_result_file(path: Path) -> list[Run]:
 
 
 def _documents(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, which has one, or one per line."""
+    """The JSON objects of a file, which has one, or one per line. They may hold Infinity and NaN, as Python writes."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     try:
         try:
-            found = [orjson.loads(data)]
-        except orjson.JSONDecodeError:
-            found = [orjson.loads(line) for line in data.splitlines() if line.strip()]
-    except orjson.JSONDecodeError as error:
+            found = [json.loads(data)]
+        except json.JSONDecodeError:
+            found = [json.loads(line) for line in data.splitlines() if line.strip()]
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is neither JSON nor JSON lines: {error}") from None
     if not all(isinstance(one, dict) for one in found):
         raise ConfigError(f"{path} has no JSON objects; give the result file of a benchmark client")
     return found
 
 
-def _runs(document: dict[str, Any], path: Path) -> Iterator[Run]:
+def _runs(document: dict[str, Any]) -> Iterator[Run]:
     """The runs of one document of any form but AIPerf's. Raises ConfigError for an unknown one."""
-    try:
-        if "benchmarks" in document:
-            for benchmark in document["benchmarks"]:
-                yield list(_each(benchmark["requests"]["successful"], _guidellm))
-        elif "experiments" in document:
-            for experiment in document["experiments"]:
-                yield list(_each(experiment["requests"], _genai_perf))
-        elif "ttfts" in document:
-            yield _bench_serve(document, path)
-        elif isinstance(document.get("requests"), list):
-            yield list(_each(document["requests"], _tokenyard))
-        elif "mean_ttft_ms" in document or "ttft_s" in document or "time_to_first_token" in document:
-            raise ConfigError(
-                f"{path} has a summary without single requests; record them: --save-detailed (vllm bench serve), "
-                "--output-details (sglang.bench_serving, tokenyard bench serve), profile_export.jsonl (aiperf)"
-            )
-        else:
-            raise ConfigError(
-                f"{path} is not the result of vllm bench serve, sglang.bench_serving, guidellm, genai-perf, aiperf or "
-                "tokenyard bench serve"
-            )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} does not have the expected fields ({type(error).__name__}: {error})") from None
+    if "benchmarks" in document:
+        for benchmark in document["benchmarks"]:
+            yield list(_each(benchmark["requests"]["successful"], _guidellm))
+    elif "experiments" in document:
+        for experiment in document["experiments"]:
+            yield list(_each(experiment["requests"], _genai_perf))
+    elif "ttfts" in document:
+        yield _bench_serve(document)
+    elif isinstance(document.get("requests"), list):
+        yield list(_each(document["requests"], _tokenyard))
+    elif "mean_ttft_ms" in document or "ttft_s" in document or "time_to_first_token" in document:
+        raise ConfigError(
+            "it has a summary without single requests; record them: --save-detailed (vllm bench serve), "
+            "--output-details (sglang.bench_serving, tokenyard bench serve), profile_export.jsonl (aiperf)"
+        )
+    else:
+        raise ConfigError(
+            "it is not the result of vllm bench serve, sglang.bench_serving, guidellm, genai-perf, aiperf or "
+            "tokenyard bench serve"
+        )
 
 
 def _each(
@@ -91,10 +94,10 @@ def _each(
             yield one
 
 
-def _bench_serve(document: Mapping[str, Any], path: Path) -> Run:
+def _bench_serve(document: Mapping[str, Any]) -> Run:
     """vLLM and SGLang: one list per property. SGLang records no times of sending; they follow from its limit."""
     lasting = [ttft + sum(gaps) for ttft, gaps in zip(document["ttfts"], document["itls"], strict=True)]
-    starts = document.get("start_times") or _closed_loop_starts(document, lasting, path)
+    starts = document.get("start_times") or _closed_loop_starts(document, lasting)
     errors = document.get("errors") or [""] * len(lasting)
     columns = zip(
         starts,
@@ -112,15 +115,15 @@ def _bench_serve(document: Mapping[str, Any], path: Path) -> Run:
     ]
 
 
-def _closed_loop_starts(document: Mapping[str, Any], lasting: list[float], path: Path) -> list[float]:
+def _closed_loop_starts(document: Mapping[str, Any], lasting: list[float]) -> list[float]:
     """When requests were sent, in a run at an infinite rate: at once, or as soon as one of the clients is free."""
     rate, limit = document.get("request_rate"), document.get("max_concurrency")
     if rate is not None and float(rate) != float("inf") and rate != "inf":
         raise ConfigError(
-            f"{path} has a request rate and no start_times, so it does not show which requests ran together; use "
+            "it has a request rate and no start_times, so it does not show which requests ran together; use "
             "--request-rate inf with --max-concurrency"
         )
-    free_at = [0.0] * int(limit or len(lasting))
+    free_at = [0.0] * min(int(limit or len(lasting)), len(lasting))
     starts = []
     for seconds in lasting:
         start = heapq.heappop(free_at)
@@ -205,7 +208,7 @@ def _genai_perf(record: Mapping[str, Any]) -> ObservedRequest | None:
         return None
     if usage is None:
         raise ConfigError(
-            "genai-perf's file has no token counts; run it with --streaming and "
+            "it has no token counts; run genai-perf with --streaming and "
             """--extra-inputs '{"stream_options": {"include_usage": true}}'"""
         )
     start = record["timestamp"] / NS_PER_S

@@ -8,6 +8,7 @@ until its first token shows the time of its prefill.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class ObservedRequest:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for times out of order or counts that cannot be."""
-        if not self.start_s <= self.first_s <= self.end_s:
+        if not -inf < self.start_s <= self.first_s <= self.end_s < inf:
             raise ConfigError("a request's first token is before it was sent, or after its last one")
         if self.prompt_tokens < 1 or self.output_tokens < 1 or not 0 <= self.cached_tokens <= self.prompt_tokens:
             raise ConfigError("a request has no prompt, no answer, or more cached tokens than its prompt has")
