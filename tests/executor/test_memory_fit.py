@@ -97,6 +97,13 @@ def test_memory_that_is_too_small_is_refused_before_anything_is_loaded(checkpoin
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize("tokens", [1 << 42, 1 << 60])
+def test_a_pool_that_no_memory_holds_is_refused(checkpoint, tokens):
+    """Random weights are not counted before the pool is asked for."""
+    with pytest.raises(ConfigError, match=r"a KV pool of .* GiB, more than cpu has free; lower max_total_tokens"):
+        load_executor(str(checkpoint), **OPTIONS | {"max_total_tokens": tokens, "load_format": "dummy"})
+
+
 def test_the_pool_counts_by_its_tokens(checkpoint):
     small, large = (memory_need(str(checkpoint), **OPTIONS | {"max_total_tokens": n})[0] for n in (256, 512))
     assert large.kv_pool == 2 * small.kv_pool > 0

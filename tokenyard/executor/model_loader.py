@@ -778,7 +778,7 @@ def _make_pool(
 ) -> KvPool:
     try:
         return KvPool(config, info.num_pages, info.page_size, device, dtype, info.windows, memory=memory)
-    except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no special error for it
+    except (RuntimeError, OSError, OverflowError) as error:  # on a GPU an OutOfMemoryError; the last two are mmap's
         tokens = info.num_pages * info.page_size
         raise ConfigError(
             f"a KV pool of {tokens} tokens takes {tokens * info.kv_bytes_per_token / 2**30:.1f} GiB, more than {device}"
