@@ -199,8 +199,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(own, monkeypatch):
 def test_what_a_killed_convert_left_is_removed_and_what_another_writes_is_not(own):
     path = own("llama", "Q4_0")
     folder, name = Path(path).parent, Path(path).name
-    dead, alive = (folder / f".{name}.packed.{end}" for end in ("dead", "alive"))
+    dead, alive, gone = (folder / f".{name}.packed.{end}" for end in ("dead", "alive", "gone"))
     dead.write_bytes(b"half")
+    gone.symlink_to("nowhere")
     with alive.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         convert(path)

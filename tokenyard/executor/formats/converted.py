@@ -200,7 +200,8 @@ class ConvertedFileWriter:
             handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
             self._scratch = Path(name)
             self._lock = os.dup(handle)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
             with os.fdopen(handle, "r+b") as file:
                 # A sparse file would fail, where the disk is full, only as it is written, and by a signal.
                 if hasattr(os, "posix_fallocate"):  # not on macOS
@@ -217,7 +218,8 @@ class ConvertedFileWriter:
         assert self._scratch is not None
         sums = _checksums(self._body)
         with self._writing():
-            with self._scratch.open("ab") as file:
+            with self._scratch.open("r+b") as file:
+                file.seek(0, os.SEEK_END)
                 file.write(sums.tobytes())
                 file.flush()
                 os.fsync(file.fileno())
@@ -236,9 +238,12 @@ class ConvertedFileWriter:
         self._unlock()
 
     def _remove_abandoned(self) -> None:
-        """Remove what converts left that were killed: their files are locked by nobody."""
+        """Remove what converts left that were killed: their files are locked by nobody.
+
+        What is locked, another user's, or gone meanwhile stays as it is.
+        """
         for path in self._path.parent.glob(f".{glob.escape(self._path.name)}.*"):
-            with path.open("rb") as file, suppress(BlockingIOError):
+            with suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
 
