@@ -43,6 +43,15 @@ def test_copies_are_second_names(folder):
     assert found.find("mine") == ""
 
 
+def test_second_names_are_bounded(folder, monkeypatch):
+    monkeypatch.setattr("tokenyard.multi_model.catalog.MAX_COPIES", 2)
+    found = Catalog([folder], plan)
+    for name in ("one", "two", "two"):
+        found.copy("a", name)
+    with pytest.raises(ConfigError, match="which is the limit"):
+        found.copy("a", "three")
+
+
 def test_two_models_of_one_name_and_no_model_at_all_are_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"two models have the name a: .*rename"):
         Catalog([folder, folder / "a"], plan)

@@ -16,6 +16,7 @@ from tokenyard.multi_model.residency import (
     UNLOADING,
     Load,
     Residency,
+    Resume,
     Unload,
     Usage,
     Yield,
@@ -90,6 +91,29 @@ def test_busy_models_yield_after_a_while_and_leave_when_their_requests_have_ende
     assert machine.plan(MIN_LOADED_NS + MAX_WAIT_NS + 3, usage(a=(0, 7), b=(1, 3), c=(0, 1))) == [Load("c")]
 
 
+def test_a_model_that_yielded_stays_if_the_one_that_waited_has_gone(machine):
+    load(machine, "a", 0)
+    load(machine, "b", 0)
+    waits = usage(a=(1, 0), b=(1, 0), c=(0, 1))
+    machine.plan(MIN_LOADED_NS, waits)
+    assert machine.plan(MIN_LOADED_NS + MAX_WAIT_NS, waits) == [Yield("a")]
+    assert machine.plan(MIN_LOADED_NS + MAX_WAIT_NS + 1, usage(a=(1, 2), b=(1, 0))) == [Resume("a")]
+    assert machine.plan(MIN_LOADED_NS + MAX_WAIT_NS + 2, usage(a=(0, 2), b=(1, 0))) == []
+
+
+def test_what_a_request_says_of_keep_alive_holds_for_the_load_that_it_waits_for(machine):
+    machine.keep("a", 0)
+    load(machine, "a", 0)
+    assert machine["a"].keep_alive_ns == 60 * NS_PER_S
+    machine.keep("a", 0)
+    (action,) = machine.plan(1, usage())
+    assert action.name == "a"
+    machine["a"].keep_alive_ns = None
+    machine.stopped("a")
+    load(machine, "a", 2)
+    assert machine["a"].keep_alive_ns is None
+
+
 def test_no_more_than_max_loaded():
     machine = Residency(100, max_loaded=1)
     machine.add("a", 1, None)
@@ -117,8 +141,11 @@ def test_any_sequence_keeps_memory_and_running_requests_and_ends_every_wait(data
                     assert waiting[action.name]
                 case Unload():
                     assert not running[action.name]
+                case Yield():
+                    assert model.phase == LOADED
                 case _:
                     assert model.phase == LOADED
+                    assert not any(waiting[one] for one in names if machine[one].phase == UNLOADED)
         assert machine.used <= machine.budget
         for name in names:
             model = machine[name]

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from tokenyard.base.durations import parse_keep_alive
 from tokenyard.base.errors import InvalidRequestError
 from tokenyard.base.model_facts import ModelFacts
 from tokenyard.cli.event_loop import loop_factory
-from tokenyard.cli.flags import Resolved
+from tokenyard.cli.flags import ENV_PREFIX, Resolved, all_settings
 from tokenyard.config import Settings
 from tokenyard.engine.text.chat_template import load_chat_template
 from tokenyard.executor.hf_hub import resolve_model_path
@@ -46,14 +47,15 @@ MIN_POOL_TOKENS = 2048
 GB = 1e9
 
 OF_ONE_MODEL = (
-    *("tokenizer_path", "served_model_name", "chat_template", "tool_call_parser", "lora_paths"),
+    *("tokenizer_path", "served_model_name", "chat_template", "tool_call_parser", "lora_paths", "lora_dirs"),
     *("speculative_draft_model_path", "record", "nnodes", "node_rank", "dist_init_addr", "disaggregation_mode"),
     *("prefill_engines", "enable_kv_cache_events", "file_storage_path", "tenant_keys", "uds"),
+    "cors_allow_origins",
 )
-"""Settings that fit one engine only."""
+"""Settings that fit one engine only, or that the front does not have."""
 
 OF_THE_FRONT = (
-    *("host", "port", "ssl_certfile", "ssl_keyfile", "api_key", "admin_api_key", "cors_allow_origins"),
+    *("host", "port", "ssl_certfile", "ssl_keyfile", "api_key", "admin_api_key"),
     *("keep_alive", "max_loaded_models", "model_memory_gb", "model_load_timeout_s"),
 )
 """Settings of the process that clients reach; engines listen on sockets that only it can open."""
@@ -87,6 +89,7 @@ def serve_models(resolved: Resolved, models: Sequence[str]) -> int:
         memory=memory,
         max_loaded=settings.max_loaded_models,
         shutdown_s=settings.shutdown_timeout_s,
+        environment=engine_environment(os.environ),
         folder=folder,
     )
 
@@ -150,9 +153,15 @@ def engine_values(given: Mapping[str, Any], catalog: Catalog, name: str) -> dict
     return values
 
 
+def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without settings: those that engines have are in their files, and a key of the front is not theirs."""
+    ours = {f"{ENV_PREFIX}CONFIG", *(flag.env for flag in all_settings())}
+    return {name: value for name, value in environ.items() if name not in ours}
+
+
 def plan_model(settings: Settings, memory: int, path: Path) -> ModelPlan:
-    """What a model takes. A KV pool whose size no setting says is cut to what `memory` bytes hold, down to
-    `MIN_POOL_TOKENS`.
+    """What a model takes: each rank has the weights, and all share the KV pool. One whose size no setting says is cut
+    to what `memory` bytes hold, down to `MIN_POOL_TOKENS`.
 
     Raises ConfigError for files that cannot be served.
     """
@@ -162,11 +171,14 @@ def plan_model(settings: Settings, memory: int, path: Path) -> ModelPlan:
     facts = read_model_facts(folder) if settings.executor == "torch" else ModelFacts()
     template = load_chat_template(folder)
     style = OutputStyle(template.sources, response_template=template.response_template)
-    need, pool = ENGINE_BYTES * settings.dp_size, None
+    ranks = settings.dp_size
+    need, pool = (ENGINE_BYTES + round(settings.hicache_size * GB)) * ranks, None
     if settings.executor == "torch" and settings.load_format != "dummy":
         from tokenyard.executor.model_loader import memory_need
 
         found, _ = memory_need(str(folder), **settings.executor_options())
+        copies = 1 if settings.enable_dp_attention else ranks
+        need += (copies - 1) * (found.weights + found.activations)
         if settings.max_total_tokens is None and need + found.total > memory:
             least, _ = memory_need(str(folder), **settings.executor_options() | {"max_total_tokens": MIN_POOL_TOKENS})
             left = memory - need - found.total + found.kv_pool

@@ -21,7 +21,7 @@ def read_model_facts(folder: Path) -> ModelFacts:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         files = [(folder / LINK).resolve()] if gguf else sorted(folder.glob("*.safetensors"))
         stats = [path.stat() for path in files]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{folder}/config.json is no JSON object")

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenyard.base import ConfigError
 from tokenyard.base.model_facts import ModelFacts
 
+MAX_COPIES = 1000
 LATEST = ":latest"
 """Ollama's clients may add it to a name."""
 
@@ -118,12 +119,14 @@ class Catalog:
         return fresh
 
     def copy(self, source: str, destination: str) -> None:
-        """Give a model a second name. Raises ConfigError if it is taken or no name."""
+        """Give a model a second name. Raises ConfigError if it is taken or no name, and beyond `MAX_COPIES`."""
         destination = destination.removesuffix(LATEST)
         if not destination or not destination.isprintable() or len(destination) > 256:
             raise ConfigError("a name has 1 to 256 printable characters")
         if destination in self._models:
             raise ConfigError(f"there is a model {destination!r} already")
+        if len(self._copies) >= MAX_COPIES and destination not in self._copies:
+            raise ConfigError(f"models have {MAX_COPIES} second names, which is the limit; remove some (`ollama rm`)")
         self._copies[destination] = source
 
     def remove_copy(self, name: str) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ READY = "Tokenyard is ready at"
 KILL_AFTER_S = 10.0
 """How long after its own limit an engine that was told to end is killed."""
 
-ENV_PREFIX = "TOKENYARD_"
 MAX_LINE_BYTES = 1 << 16
 
 
@@ -38,24 +36,28 @@ class EngineProcess:
         number: int,
         *,
         shutdown_s: float,
+        environment: Mapping[str, str],
         ready: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:
         """`folder`: private, for socket and settings. `ready` and `ended` are called from the event loop.
 
         shutdown_s: how long the engine itself takes to end at most.
+        environment: its environment variables.
         """
         # The path of a Unix socket has at most 107 bytes, so the model's name is not in it.
         self._socket, self._config = folder / f"{number}.sock", folder / f"{number}.yaml"
         self.name, self.url = name, f"unix:{self._socket}"
         self.reason = ""
-        self._shutdown_s, self._ready, self._ended = shutdown_s, ready, ended
+        self._shutdown_s, self._environment = shutdown_s, environment
+        self._ready, self._ended = ready, ended
+        self._told = False
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, settings: Mapping[str, Any]) -> None:
         """Start it with `settings`, as in the file of --config. It must not run."""
-        self.reason = ""
+        self.reason, self._told = "", False
         config = yaml.safe_dump({**settings, "uds": str(self._socket)})
         self._task = asyncio.get_running_loop().create_task(self._run(config))
 
@@ -63,13 +65,11 @@ class EngineProcess:
         """Run it to its end, pass its log on, and report."""
         try:
             self._config.write_text(config, encoding="utf-8")
-            # What the environment sets is in the file already; there it would count for every model.
-            kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "tokenyard", "serve", "--config", str(self._config)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env=kept,
+                env=self._environment,
                 limit=MAX_LINE_BYTES,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
@@ -85,6 +85,7 @@ class EngineProcess:
 
     async def _read_log(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
+        ready = False
         while True:
             try:
                 line = await process.stderr.readline()
@@ -93,7 +94,8 @@ class EngineProcess:
             if not line:
                 return
             text = line.decode("utf-8", "replace").rstrip()
-            if READY in text:
+            if READY in text and not ready:
+                ready = True
                 self._ready()
             elif text.startswith("tokenyard: "):
                 self.reason = text.removeprefix("tokenyard: ")
@@ -102,7 +104,12 @@ class EngineProcess:
                     print(text if text.startswith("{") else f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """Have it end: it stores its KV and exits. It is killed if it does not."""
+        """Have it end: it stores its KV and exits. It is killed if it does not. Telling it again does nothing: at a
+        second signal an engine ends without storing its KV.
+        """
+        if self._told:
+            return
+        self._told = True
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)

@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 from typing_extensions import override
 
-from tokenyard.base import NS_PER_S, InvalidRequestError
+from tokenyard.base import NS_PER_S, ConfigError, InvalidRequestError
 from tokenyard.base.durations import parse_keep_alive
 from tokenyard.multi_model.catalog import Catalog
 from tokenyard.multi_model.engine_process import EngineProcess
 from tokenyard.multi_model.ollama_routes import OllamaRoutes
-from tokenyard.multi_model.residency import LOADED, UNLOADED, Load, Residency, Unload, Usage
+from tokenyard.multi_model.residency import LOADED, UNLOADED, Load, Residency, Unload, Usage, Yield
 from tokenyard.router.admin_routes import check_access
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.dispatch_driver import OpenRequest
@@ -48,6 +48,7 @@ class ModelRouterSettings:
     memory: bytes that the engines may take together.
     max_loaded: most models in memory at once; 0 for no limit.
     shutdown_s: how long an engine finishes its requests.
+    environment: that of engines.
     folder: private, for sockets and settings of engines.
     """
 
@@ -55,6 +56,7 @@ class ModelRouterSettings:
     memory: int
     max_loaded: int
     shutdown_s: float
+    environment: Mapping[str, str]
     folder: Path
 
 
@@ -90,6 +92,7 @@ class ModelRouter(Router):
             self._models.folder,
             len(self._engines),
             shutdown_s=self._models.shutdown_s,
+            environment=self._models.environment,
             ready=lambda: self._engine_ready(name),
             ended=lambda: self._engine_ended(name),
         )
@@ -103,6 +106,20 @@ class ModelRouter(Router):
         for name in self.catalog.refresh():
             log.info("there is a new model, %s", name)
             self._add(name)
+
+    @override
+    def add_worker(self, url: str, source: str, role: str = "") -> HttpWorker:
+        raise ConfigError("this server starts its engines itself; put the model into its folder of models")
+
+    @override
+    def remove_worker(self, worker: HttpWorker) -> None:
+        what = "this server starts its engines itself; `ollama stop` (keep_alive 0) unloads a model"
+        raise RouterError(409, what, code="worker_refused")
+
+    @override
+    def why_not_ready(self) -> str:
+        """Models are loaded when requests come, so none has to be there."""
+        return "draining" if self.draining else ""
 
     # Requests.
 
@@ -130,10 +147,8 @@ class ModelRouter(Router):
         except RouterError as error:
             front.fail(error, request.path)
             return True
-        model = self.residency[name]
-        if model.phase != UNLOADED:
-            model.keep_alive_ns = 0
-            self.plan()
+        self.residency.keep(name, 0)
+        self.plan()
         line = {"model": name, "created_at": time_text(time.time()), "done": True, "done_reason": "unload"}
         said = {"message": {"role": "assistant", "content": ""}} if request.path == CHAT else {"response": ""}
         front.answer(200, orjson.dumps(line | said), [JSON_TYPE])
@@ -148,6 +163,8 @@ class ModelRouter(Router):
         """
         names = list(self.catalog)
         given = parsed.model
+        if given == "default" and not self.catalog.find(given):
+            given = ""
         name = self.catalog.find(given) if given else names[0] if len(names) == 1 else ""
         if not name and given:
             self.refresh()
@@ -156,15 +173,16 @@ class ModelRouter(Router):
             if given in self.catalog.broken:
                 raise RouterError(503, self.catalog.broken[given], code="model_broken", param="model")
             raise unknown_model(given, names)
-        need, model = self.catalog[name].need, self.residency[name]
+        need = self.catalog[name].need
         if need > self.residency.budget:
             what = (
                 f"the model {name!r} takes {need / GB:.2f} GB, and all models together may take "
                 f"{self.residency.budget / GB:.2f} GB (--model-memory-gb)"
             )
             raise RouterError(503, what, code="model_does_not_fit", param="model")
-        if parsed.fields.get("keep_alive") is not None and request.path.startswith("/api/"):
-            model.keep_alive_ns = parse_keep_alive(parsed.fields["keep_alive"])
+        keep_alive = parsed.fields.get("keep_alive")
+        if keep_alive is not None and request.path.startswith("/api/"):
+            self.residency[name].keep_alive_ns = parse_keep_alive(keep_alive)
         if given and parsed.model != name:
             parsed.fields = {**parsed.fields, "model": name}
             request.body = orjson.dumps(parsed.fields)
@@ -222,7 +240,7 @@ class ModelRouter(Router):
         return self._workers[name].context_length or self.catalog[name].facts.context_length
 
     def expires_s(self, name: str) -> float | None:
-        """When a model is unloaded if no request comes, as Unix time; None for never, or while it is used."""
+        """When a model is unloaded if no request comes, as Unix time; None for never."""
         model = self.residency[name]
         expires = model.expires_ns()
         if expires is None:
@@ -251,9 +269,12 @@ class ModelRouter(Router):
                     self._load(action.name)
                 case Unload():
                     self._unload(action)
-                case _:
+                case Yield():
                     log.info("model %s takes no new requests: another model waits for its memory", action.name)
                     self.drain_worker(self._workers[action.name], draining=True)
+                case _:
+                    log.info("model %s takes new requests again: no other model waits", action.name)
+                    self.drain_worker(self._workers[action.name], draining=False)
 
     def _load(self, name: str) -> None:
         """Start the engine of a model. It gets requests once it has said that it is ready and answers a probe."""

@@ -4,8 +4,8 @@ A model is loaded when a request waits for it, and unloaded when it has been idl
 model needs its memory; never while a request runs on it. Models are loaded one at a time, the one that has waited
 longest first. Idle models leave first, the longest unused before the others. If all are busy, those that have
 been loaded for `MIN_LOADED_NS` yield once the first in line has waited for `MAX_WAIT_NS`: they take no new request, and
-leave when their running ones have ended. So the wait for a model is bounded by the requests that run, and two models
-that do not fit together take turns of at least `MIN_LOADED_NS`.
+leave when their running ones have ended, or stay if no model waits any more. So the wait for a model is bounded by the
+requests that run, and two models that do not fit together take turns of at least `MIN_LOADED_NS`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -78,7 +78,14 @@ class Yield:
     name: str
 
 
-ResidencyAction = Load | Unload | Yield
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Send new requests to the engine of a model that yielded: no other model waits any more."""
+
+    name: str
+
+
+ResidencyAction = Load | Unload | Yield | Resume
 
 
 class Residency:
@@ -113,6 +120,12 @@ class Residency:
         if model.phase == LOADING:
             model.phase, model.loaded_ns, model.used_ns, model.waited_ns = LOADED, now, now, None
 
+    def keep(self, name: str, keep_alive_ns: int | None) -> None:
+        """A client wants a model to stay loaded so long, if it is in memory."""
+        model = self._models[name]
+        if model.phase in (LOADING, LOADED):
+            model.keep_alive_ns = keep_alive_ns
+
     def ended(self, name: str, now: int) -> None:
         """A request for a model has ended."""
         self._models[name].used_ns = now
@@ -120,27 +133,39 @@ class Residency:
     def stopped(self, name: str) -> None:
         """The engine of a model has ended, as it was told or by itself."""
         model = self._models[name]
-        model.phase, model.yields, model.keep_alive_ns = UNLOADED, False, model.default_ns
+        if model.phase != UNLOADING:
+            model.keep_alive_ns = model.default_ns
+        model.phase, model.yields = UNLOADED, False
 
     def plan(self, now: int, usage: Mapping[str, Usage]) -> list[ResidencyAction]:
         """What to do now. Called after every event, and once in a while.
 
         usage: the requests for each model.
         """
-        actions: list[ResidencyAction] = []
         for model in self._models.values():
-            use = usage[model.name]
-            expires = model.expires_ns()
-            idle = not use.running and not use.waiting
+            waits = model.phase == UNLOADED and usage[model.name].waiting > 0
+            model.waited_ns = (now if model.waited_ns is None else model.waited_ns) if waits else None
+        actions = self._end_yields()
+        for model in self._models.values():
             if model.phase != LOADED:
-                waits = model.phase == UNLOADED and use.waiting > 0
-                model.waited_ns = (now if model.waited_ns is None else model.waited_ns) if waits else None
-            elif model.yields and not use.running:
+                continue
+            use, expires = usage[model.name], model.expires_ns()
+            idle = not use.running and not use.waiting
+            if model.yields and not use.running:
                 actions.append(self._unload(model, "another model waits for its memory"))
             elif idle and expires is not None and expires <= now:
                 actions.append(self._unload(model, "it was idle for its keep_alive"))
         actions += self._load_next(now, usage)
         return actions
+
+    def _end_yields(self) -> list[ResidencyAction]:
+        """Keep the models that yield where no model waits for memory any more."""
+        if any(model.waited_ns is not None for model in self._models.values()):
+            return []
+        yielding = [model for model in self._models.values() if model.yields and model.phase == LOADED]
+        for model in yielding:
+            model.yields = False
+        return [Resume(model.name) for model in yielding]
 
     def _load_next(self, now: int, usage: Mapping[str, Usage]) -> list[ResidencyAction]:
         """Load the model that has waited longest, or make room for it."""
@@ -176,5 +201,6 @@ class Residency:
         return enough and not (self.max_loaded and len(others) >= self.max_loaded)
 
     def _unload(self, model: Resident, why: str) -> Unload:
-        model.phase = UNLOADING
+        # Requests that arrive meanwhile may say another time for the next load.
+        model.phase, model.keep_alive_ns = UNLOADING, model.default_ns
         return Unload(model.name, why)

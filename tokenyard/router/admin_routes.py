@@ -173,8 +173,7 @@ class Control:
     def _probe(self, front: ClientConnection, path: str) -> None:
         """/health always succeeds; /ready fails while the router drains or has no healthy worker."""
         if path in ("/ready", "/readiness"):
-            router = self._router
-            why = "draining" if router.draining else "" if any(w.healthy for w in router.workers) else "no worker"
+            why = self._router.why_not_ready()
             front.answer(503 if why else 200, why.encode(), [(b"retry-after", b"1")] if why else [])
         else:
             front.answer(200, b"")

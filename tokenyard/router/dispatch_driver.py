@@ -156,6 +156,10 @@ class DispatchDriver:
         self.workers.drain(worker, draining=draining)
         self.wake()
 
+    def why_not_ready(self) -> str:
+        """Why no request should be sent here, "" if there is no reason."""
+        return "draining" if self.draining else "" if any(worker.healthy for worker in self.workers) else "no worker"
+
     async def close(self) -> None:
         """Stop what runs next to requests."""
         await self.health.close()
