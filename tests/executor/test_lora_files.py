@@ -95,6 +95,7 @@ def test_adapters_of_other_kinds(adapter, config, fields, match):
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+LONG = FIRST.replace("model.layers", "model.language_model.layers")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (rename("lora_A", "lora_C"), "is not one that adapters have"),
         (lambda tensors: tensors.pop(FIRST), "only one of its two"),
         (lambda tensors: tensors.clear(), "no matrices"),
+        (lambda tensors: tensors.update({LONG: tensors[FIRST] * 2}), "under two names"),
         (put(FIRST, lambda a: a[:, :-1].clone()), "has shape"),
         (put(FIRST, lambda a: a[0].clone()), "has shape"),
         (put(FIRST, lambda a: a * float("nan")), "not finite"),

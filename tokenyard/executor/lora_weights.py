@@ -81,7 +81,7 @@ class _RowNumbers:
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return int64[rows, 1]."""
         self.name, self.rows = name, shape[0]
-        return torch.arange(shape[0]).unsqueeze(1)
+        return torch.from_numpy(np.arange(shape[0])).unsqueeze(1)
 
 
 def projection_shapes(config: ModelConfig, layer: int) -> Shapes:
@@ -205,7 +205,10 @@ def _check_names(
         if own not in modules:
             what = match["path"].rpartition(".")[2]
             raise ConfigError(f"{path}: this model has no {what} in layer {layer} that an adapter could change")
-        found.setdefault(own, {"module": match["module"]})[match["side"]] = name
+        sides = found.setdefault(own, {"module": match["module"]})
+        if match["side"] in sides:
+            raise ConfigError(f"{path}: {own} is there under two names, {sides[match['side']]} and {name}")
+        sides[match["side"]] = name
     for own, sides in found.items():
         if len(sides) < 3:
             raise ConfigError(f"{path}: {own} has only one of its two matrices")
