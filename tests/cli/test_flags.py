@@ -301,6 +301,7 @@ def test_help_word_is_split_off():
         (["serve", "--prot", "1"], "did you mean --port"),
         (["srve"], "invalid choice"),
         (["serve", "m", "--model", "n"], "given twice"),
+        (["calibrate", "m", "--model", "n", "--output", "p.json"], "given twice"),
         (["serve", "--page-size", "0"], "--page-size"),
         (["serve", "--schedule-policy", "fcsf"], "did you mean fcfs"),
         (["serve", "--port", "0", "--radix-eviction-policy", "x"], "lru"),

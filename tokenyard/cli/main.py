@@ -293,7 +293,8 @@ def _run(argv: Sequence[str]) -> int:
     if namespace.command is None:
         parser.print_help()
         return USAGE_ERROR
-    models = getattr(namespace, "models", [])
+    model = getattr(namespace, "model", None)
+    models = [model] if model else getattr(namespace, "models", [])
     if models and namespace.model_path:
         parser.error("the model is given twice: as an argument and by --model-path")
     if len(models) == 1:
