@@ -354,8 +354,9 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer, heal
 
     async def Check(self, request: Any, context: Any) -> Any:
         """Whether requests may come."""
-        healthy = not self._router.draining and any(worker.healthy for worker in self._router.workers)
-        status = health_pb2.HealthCheckResponse.SERVING if healthy else health_pb2.HealthCheckResponse.NOT_SERVING
+        status = health_pb2.HealthCheckResponse.SERVING
+        if self._router.why_not_ready():
+            status = health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=status)
 
 
