@@ -110,9 +110,7 @@ class WeightUpdates:
         async with self._updating:
             await self._ranks.call("resume_memory", Any, PREPARE_TIMEOUT_S, tags=sorted(tags))
             self.released -= set(tags)
-            if self._ranks.paused:
-                # A pause that came while memory was released; the ranks go on by themselves once they have it again.
-                self._ranks.pause(Pause())
+            self._stay_paused()
 
     async def join_group(
         self, group: str, address: str, port: int, *, rank_offset: int, size: int, backend: str
@@ -163,9 +161,17 @@ class WeightUpdates:
         self.released.discard("weights")
         async with self.lock:
             await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
+        self._stay_paused()
         # What the balancer expects to be cached is KV of the old weights.
         self._ranks.balancer.flushed()
         return version
+
+    def _stay_paused(self) -> None:
+        """Renew a pause that came while ranks held back by themselves, which go on by themselves too: without memory,
+        or after a restart without the weights of the engine.
+        """
+        if self._ranks.paused:
+            self._ranks.pause(Pause())
 
     @property
     def _processes(self) -> list[int]:

@@ -140,10 +140,13 @@ class WeightUpdater(Attachment):
         """The thread has read weights, or could not."""
         reply, self._reading, self._busy = self._reading, None, False
         restored, self._restoring = self._restoring, ""
+        # Until they are in use: what this process has are other weights than its engine's.
+        self._awaited |= bool(restored)
         if reply is None:  # nobody wants them any more
             self._executor.drop_weights()
         elif refusal:
-            logger.error("weights were not changed: %s", refusal)
+            what = "no step is planned until weights are sent again" if restored else "weights were not changed"
+            logger.error("%s: %s", what, refusal)
             reply.set_exception(ConfigError(refusal))
         else:
             self._digest = digest
