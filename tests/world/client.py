@@ -166,6 +166,8 @@ async def _read(ask: Ask, seen: Seen, reader: asyncio.StreamReader) -> None:
         if status != 200:
             seen.end = f"{status} {body['error'].get('code')}: {body['error'].get('message')}"
             return
+        if ask.stream:
+            seen.wrong.append("no stream")
         _take(seen, body)
         seen.usage, seen.end = body.get("usage"), "done"
         return
@@ -264,6 +266,8 @@ def violations(seen: Seen) -> list[str]:
         usage, wanted = seen.usage or {}, (len(prompt), ask.n * ask.tokens)
         if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != wanted:
             found.append(f"usage {usage}")
+        if not 0 <= usage.get("prompt_tokens_details", {}).get("cached_tokens", 0) <= ask.n * len(prompt):
+            found.append(f"cached tokens in {usage}")
         if len(seen.answers) != ask.n:
             found.append(f"{len(seen.answers)} of {ask.n} answers")
     return [f"request {ask.number}: {text}" for text in found]

@@ -59,7 +59,7 @@ class Disks:
         if disk is None:
             return
         for fd, (owner, _) in list(disk.open_fds.items()):
-            if owner.startswith(name):
+            if f"{owner}/".startswith(f"{name}/"):
                 os.close(fd)
                 del disk.open_fds[fd]
         while power and disk.written:

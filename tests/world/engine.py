@@ -17,6 +17,7 @@ from typing import Any
 from tests.engine.text_helpers import DEMO_TOKENIZER
 from tests.world.lockstep import LockstepThread
 from tests.world.network import FakeSocket, Process
+from tokenyard.base.request import weight_version
 from tokenyard.config import Settings
 from tokenyard.engine.detokenizer.assembler import TextAssembler
 from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
@@ -288,6 +289,9 @@ class Engine:
             state = core.snapshot(self.world.clock.now_ns)
             if state.used_tokens or state.held_tokens or core.has_work:
                 found.append(f"{scheduler.process.name} holds {state.used_tokens} KV tokens, has work: {core.has_work}")
+            if self.manager is not None and weight_version(core.weights) != self.manager.weights.version:
+                wanted = self.manager.weights.version
+                found.append(f"{scheduler.process.name} has weights {core.weights!r} in place of {wanted!r}")
         if self.server is not None and self.server.state.open_requests:
             found.append(f"{self.name} has {self.server.state.open_requests} open requests")
         return found

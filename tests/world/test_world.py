@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.world import client, network
+from tests.world.engine import WEIGHTS, weights_folder
 from tests.world.shrink import shrink
 from tests.world.world import Fault, Story, make_story, run
+from tokenyard.engine.frontend.scheduler_client import SchedulerClient
 from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
 from tokenyard.router.stream_continuation import Continuation
 
@@ -59,6 +61,20 @@ def test_a_store_on_disk_survives_what_happens_to_the_disk(monkeypatch):
     assert outcome.violations == []
     assert outcome.lost == 0
     assert sum(store.counters.loaded_tokens for store in started) > 0
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_restarts_with_other_weights_than_its_engines_is_noticed(monkeypatch):
+    story = short_story(Fault(1.0, "weights", "engine0", 1.0), Fault(2.5, "kill scheduler", "engine0"))
+    weights = ("", *map(weights_folder, WEIGHTS))
+    story = replace(story, asks=[replace(ask, weights=weights) for ask in story.asks])
+    assert run(story).violations == []
+    order = SchedulerClient.order
+    monkeypatch.setattr(
+        SchedulerClient, "order", lambda self, verb, **given: verb == "restore_weights" or order(self, verb, **given)
+    )
+    (violation,) = run(story).violations
+    assert violation.endswith("has weights '' in place of '1'")
 
 
 @pytest.mark.slow
