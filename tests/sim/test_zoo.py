@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.zoo.__main__ import MODULES
-from benchmarks.zoo.lmetric import LMetric
 from benchmarks.zoo.preble import Preble
 from tokenyard.routing.load import TargetLoad
 from tokenyard.routing.policies import PolicyOptions, RequestFeatures
@@ -20,14 +19,6 @@ def test_an_entry_names_its_paper_and_fits_a_page(module):
     assert "arXiv" in module.ENTRY.paper
     assert all((module.ENTRY.claim, module.ENTRY.differs))
     assert len(Path(module.__file__).read_text().splitlines()) < 100
-
-
-def test_lmetric_multiplies():
-    ranking = LMetric(PolicyOptions()).rank(
-        RequestFeatures(1000, matched=[0, 900]), [target("a", 1, 0.0), target("b", 30, 0.0)]
-    )
-    assert ranking.scores == [2000, 3100]
-    assert ranking.order == [0, 1]
 
 
 @pytest.mark.parametrize(
