@@ -175,7 +175,7 @@ def main() -> None:
     if args.json is not None and args.json.exists():
         for line in args.json.read_text(encoding="utf-8").splitlines():
             figures = json.loads(line)
-            if figures["common"] == common:
+            if figures.get("common") == common:
                 found[figures["row"], figures["load"], figures["seed"]] = figures
     with ProcessPoolExecutor(args.jobs) as pool:
         futures = [pool.submit(run.figures) for run in runs if (run.row, run.load, run.seed) not in found]

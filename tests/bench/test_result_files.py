@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tokenyard.base import ConfigError, StepWork
+from tokenyard.bench.load_generator import ServerClient
 from tokenyard.bench.result_files import read_result_file
 from tokenyard.cli.calibrate_requests import pool_tokens
 from tokenyard.cli.main import main
@@ -240,6 +241,16 @@ def test_what_cannot_be_calibrated_is_one_line(words, complaint, capsys):
     error = capsys.readouterr().err
     assert complaint in error
     assert error.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize("listed", [{"data": []}, {"data": [{}]}, {"data": "none"}, ["model"]])
+def test_a_server_without_models_cannot_be_calibrated(listed, monkeypatch, capsys):
+    async def get(self, path):
+        return listed
+
+    monkeypatch.setattr(ServerClient, "get", get)
+    assert main(["calibrate", "--server", "http://localhost:1"]) == 2
+    assert "lists no model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

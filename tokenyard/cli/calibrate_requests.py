@@ -65,11 +65,14 @@ async def _measure(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with ServerClient(server, headers) as target:
         listed = await target.get("/v1/models")
-        if not isinstance(listed, dict) or not listed.get("data"):
-            raise ConfigError(f"{target.base_url} lists no model under /v1/models; is it an OpenAI-compatible server?")
-        model = listed["data"][0]
-        facts = await _facts(target, model)
-        backend = CompletionsBackend(RequestOptions(model["id"], ignore_eos=True, extra={}))
+        try:
+            model = dict(listed["data"][0])
+            facts = await _facts(target, model)
+        except (LookupError, TypeError, ValueError):
+            raise ConfigError(
+                f"{target.base_url} lists no model under /v1/models; is it an OpenAI-compatible server?"
+            ) from None
+        backend = CompletionsBackend(RequestOptions(facts.model, ignore_eos=True, extra={}))
         wanted = probes(settings.context_length or facts.context_length)
         with progress_bar(quiet=False) as bar:
             task = bar.add_task("probes", total=len(wanted))
