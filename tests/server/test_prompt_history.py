@@ -31,7 +31,8 @@ THOUGHT = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
         (DATED, {**DATED, "content": "Today is 2026-11-25."}, "changed: a date or time"),
         (DATED, {**DATED, "content": "It was 2026-11-24."}, "changed"),
         (DATED, {"content": DATED["content"], "role": "system"}, "reordered: the keys are the same in another order"),
-        (THOUGHT, {"role": "assistant", "content": "Yes"}, "rewritten: its reasoning was dropped"),
+        (THOUGHT, {"role": "assistant", "content": "Yes"}, "rewritten: its reasoning was dropped or changed"),
+        (THOUGHT, {**THOUGHT, "reasoning_content": "ha"}, "rewritten: its reasoning was dropped or changed"),
         ({**DATED, "content": "x" * 17_000 + "2026-11-24"}, DATED, "changed"),
     ],
 )

@@ -38,7 +38,7 @@ _KINDS = (
 
 HOWS = (
     "reordered: the keys are the same in another order",
-    "rewritten: its reasoning was dropped",
+    "rewritten: its reasoning was dropped or changed",
     *(f"changed: {kind}" for kind, _ in _KINDS),
 )
 """What is told of a part that changed in nothing else."""
