@@ -247,6 +247,18 @@ def test_keys_limit_tenants_and_the_engine_gets_the_routers(tmp_path):
     asyncio.run(body())
 
 
+@pytest.mark.parametrize(("settings", "kept"), [({"api_key": "sk-1"}, False), ({}, True)])
+def test_a_key_for_the_router_stays_with_the_router(settings, kept):
+    async def body():
+        async with FakeWorker("a") as a, picking(a, **settings) as (_, gateway, _channel):
+            one = gateway()
+            await one.ask({"prompt": "hello"}, authorization="Bearer sk-1")
+            assert ("authorization" not in one.removed) == kept
+            await one.answer(200, usage(1, 0, 1))
+
+    asyncio.run(body())
+
+
 def test_an_engine_that_fails_loses_its_requests_to_the_others():
     async def body():
         settings = {"cb_failure_threshold": 2, "policy": "round_robin"}

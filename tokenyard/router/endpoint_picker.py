@@ -245,7 +245,8 @@ class PickerStream:
         self._router.arrived(picked)
         await picked.placed
         headers = picked.headers()
-        dropped = sorted({*FROM_ROUTERS} - {name for name, _ in headers})
+        ours = {*FROM_ROUTERS, "authorization"} if self._router.own_key else {*FROM_ROUTERS}
+        dropped = sorted(ours - {name for name, _ in headers})
         mutation = wire.HeaderMutation(set_headers=_options(headers), remove_headers=dropped)
         return wire.HeadersResponse(response=wire.CommonResponse(header_mutation=mutation, clear_route_cache=True))
 

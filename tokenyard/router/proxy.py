@@ -60,11 +60,9 @@ class Router(DispatchDriver):
         self._id_head = str(uuid.uuid4()).rpartition("-")[0].encode()
         self._numbers = count()
         self._session_header = settings.session_header.lower().encode()
-        self._passing = HeaderForwarding(
-            self._id,
-            self.worker_headers,
-            own_key=bool(settings.worker_api_key or settings.api_key or settings.keys_file),
-        )
+        self.own_key = bool(settings.worker_api_key or settings.api_key or settings.keys_file)
+        """Whether the key of a client is for the router, and no worker gets it."""
+        self._passing = HeaderForwarding(self._id, self.worker_headers, own_key=self.own_key)
 
     @override
     def sweep(self) -> None:
