@@ -13,7 +13,8 @@ from transformers.modeling_layers import MtpModel
 from tests.executor.crowded_yard import check_greedy_answers, yard_of
 from tests.executor.tiny_models import DEVICE, greedy, judge, prompt_of
 from tokenyard.base import ConfigError, LogprobOptions, SamplingParams
-from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.executor.models.draft_head import DraftHeadWeights, draft_head_names
 
 CASES = ["deepseek-v3", "deepseek-v3-halves", "qwen3.5", "qwen3.5-moe", "qwen3-next"]
 QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
@@ -163,3 +164,16 @@ def test_what_cannot_draft_is_refused(folder, tmp_path):
     executor = load(str(tmp_path), load_format="dummy")
     with pytest.raises(ConfigError, match="with --speculative-algorithm NEXTN cannot be changed"):
         executor.weight("model.norm.weight", 1)
+
+
+def test_the_head_is_not_taken_for_the_first_layer(folder, tmp_path):
+    """Whichever way its tensors are read, the kinds of quantized ones among them."""
+    name, here = "mlp.up_proj.weight", torch.device("cpu")
+    save_file(
+        {f"model.layers.0.{name}": torch.zeros(4, 8), f"mtp.layers.0.{name}": torch.ones(2, 8, dtype=torch.int8)},
+        tmp_path / "model.safetensors",
+    )
+    names = draft_head_names(read_folder_config(Path(folder("qwen3.5"))))
+    files = DraftHeadWeights(tmp_path, here, torch.float32, names)
+    assert files.stored_kind(f"model.layers.0.{name}") == ("I8", (2, 8))
+    assert files.parts("model.layers.0.mlp.up_proj.", ["weight"])["weight"].all()

@@ -1,5 +1,6 @@
 """The draft head that a checkpoint brings: multi-token prediction (DeepSeek V3, arXiv 2412.19437, section 2.2)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,9 +72,13 @@ class DraftHeadWeights(SafetensorsWeights):
         """See SafetensorsWeights."""
         return super().__contains__(self._moved(name))
 
-    def parts(self, prefix: str, names: "list[str] | tuple[str, ...]") -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def parts(self, prefix: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """See SafetensorsWeights."""
         return super().parts(self._moved(prefix), names)
+
+    def stored_kind(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """See SafetensorsWeights."""
+        return super().stored_kind(self._moved(name))
 
     def _moved(self, name: str) -> str:
         return self._layer + name.removeprefix(FIRST_LAYER) if name.startswith(FIRST_LAYER) else name
