@@ -363,7 +363,9 @@ class World:
 
 def _harmless(line: str) -> bool:
     """Errors that say what a fault did, not that something is wrong."""
-    return any(part in line for part in ("scheduler ended", "was killed"))
+    return any(
+        part in line for part in ("scheduler ended", "was killed", "not changed: the scheduler is being started")
+    )
 
 
 CONTEXT_LENGTH = 512
