@@ -1,10 +1,11 @@
-"""What is kept of a batch on a disk that is full for a moment."""
+"""What is kept of batches: on a disk that is full for a moment, and how many."""
 
 import resource
 from types import SimpleNamespace
 
 import pytest
 
+from tokenyard.batch import batch_store
 from tokenyard.batch.batch_store import ENDPOINTS, MAX_OPEN_BATCHES, Answer, Batch, BatchStore, TooManyBatchesError
 from tokenyard.batch.file_store import FileStore
 
@@ -26,7 +27,9 @@ def test_an_answer_that_found_no_room_hides_no_later_one(tmp_path):
     assert sorted(store.answers(batch)) == [0, 1, 2]
 
 
-def test_open_batches_of_a_tenant_are_bounded_and_cost_no_other_tenant(tmp_path):
+@pytest.fixture
+def kept(tmp_path):
+    """A store of batches, and what makes one for a tenant."""
     files = FileStore(tmp_path / "files", 10**6)
     store = BatchStore(tmp_path / "batches", files)
 
@@ -35,9 +38,29 @@ def test_open_batches_of_a_tenant_are_bounded_and_cost_no_other_tenant(tmp_path)
         fields = {"endpoint": ENDPOINTS[0], "input_file_id": file.id, "completion_window": "24h", "metadata": None}
         return store.create(tenant, SimpleNamespace(**fields))
 
+    return store, create
+
+
+def test_open_batches_of_a_tenant_are_bounded_and_cost_no_other_tenant(kept):
+    store, create = kept
     first, *_ = [create("a") for _ in range(MAX_OPEN_BATCHES)]
     with pytest.raises(TooManyBatchesError, match="100 batches are open"):
         create("a")
     create("b")
     store.move(first, "cancelled")
     create("a")
+
+
+def test_the_oldest_batches_that_have_ended_are_forgotten(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_store, "MAX_ENDED_BATCHES", 2)
+    store, create = kept
+    made = [create("a") for _ in range(4)]
+    other = create("b")
+    for place, batch in enumerate([*made, other]):
+        batch.created_at = place
+        store.move(batch, "failed")
+    last = create("a")
+    assert store.of_tenant("a") == [last, made[3], made[2]]
+    assert store.of_tenant("b") == [other]
+    records = {path.stem for path in (tmp_path / "batches").glob("batch_*.json")}
+    assert records == {batch.id for batch in (last, made[3], made[2], other)}

@@ -22,6 +22,8 @@ from tokenyard.batch.file_store import Clock, FileStore, StoredFile, lines_of, w
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_OPEN_BATCHES = 100
 """Batches of a tenant that have not ended: the lines of each are checked in memory."""
+MAX_ENDED_BATCHES = 1000
+"""Batches of a tenant that have ended and are still known; the oldest are forgotten first. Their files stay."""
 MAX_LINES = 50_000
 MAX_ERRORS = 100
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
@@ -203,7 +205,15 @@ class BatchStore:
         self._files.keep_until(file, batch.expires_at + KEEP_INPUT_S)
         self.save(batch)
         self._batches[batch.id] = batch
+        self._forget(tenant)
         return batch
+
+    def _forget(self, tenant: str) -> None:
+        """Remove the records of a tenant's oldest batches beyond `MAX_ENDED_BATCHES`."""
+        ended = [batch for batch in self.of_tenant(tenant) if batch.status not in OPEN]
+        for batch in ended[MAX_ENDED_BATCHES:]:
+            del self._batches[batch.id]
+            self._record(batch).unlink(missing_ok=True)
 
     def find(self, tenant: str, name: str) -> Batch | None:
         """A tenant's batch; None if there is none of this id."""
@@ -233,7 +243,7 @@ class BatchStore:
 
     def save(self, batch: Batch) -> None:
         """Keep the record of a batch."""
-        write_whole(self._folder / f"{batch.id}.json", msgspec.json.encode(batch))
+        write_whole(self._record(batch), msgspec.json.encode(batch))
 
     def validate(self, batch: Batch) -> list[int]:
         """Check all lines of a batch; returns where each begins. `batch.errors` has what is wrong, if anything is."""
@@ -308,6 +318,9 @@ class BatchStore:
         name = f"{batch.id}_{kind}.jsonl"
         file: StoredFile = self._files.new_file(batch.tenant, name, "batch_output", data, limited=False)
         return file.id
+
+    def _record(self, batch: Batch) -> Path:
+        return self._folder / f"{batch.id}.json"
 
     def _answers(self, batch: Batch) -> Path:
         return self._folder / f"{batch.id}.answers"
