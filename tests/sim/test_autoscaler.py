@@ -122,6 +122,18 @@ def test_no_request_is_lost_while_engines_come_and_go(rule):
     assert max(ready + starting + draining for _, ready, starting, draining in outcome.scaling.timeline) <= 3
 
 
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_an_autoscaler_that_changes_nothing_only_watches(dp_size):
+    traffic = workload(*((0.05 * number, 200, 400 + 37 * number % 300) for number in range(40)))
+    watched = Autoscale(lambda _: 2, initial_replicas=2, every_s=1.7)
+    plain, scaled = (
+        simulate(traffic, setup(replicas=2, dp_size=dp_size, fleet=Fleet(max_worker_requests=6, autoscale=scale)))
+        for scale in (None, watched)
+    )
+    assert scaled.finished_ns.tolist() == plain.finished_ns.tolist()
+    assert scaled.decision_hash == plain.decision_hash
+
+
 def test_from_zero_the_first_request_waits_for_the_cold_start():
     traffic = workload((20.0, 100, 10), (400.0, 100, 10))
     scale = autoscale("queue", min_replicas=0, initial_replicas=0, start_s=30.0, stable_s=60.0, idle_s=60.0)

@@ -470,13 +470,18 @@ class Simulation:
         assert scaler is not None
         assert self.routing is not None
         for engine in scaler.numbers(DRAINING):
-            numbers = self._ranks_of(engine)
-            for number in numbers:
-                self.units[number].driver.advance_to(now)
-            if not any(self.units[number].replica.scheduler.has_work for number in numbers):
+            if not any(unit.replica.scheduler.has_work for unit in self._advanced(engine, now)):
                 scaler.ended(engine, now / NS_PER_S)
                 self._kill(engine, now)
                 self.routing.died(engine, now)
+
+    def _advanced(self, engine: int, now: int) -> list[SimInstance]:
+        """The schedulers of an engine, advanced to `now`."""
+        for number in self._ranks_of(engine):
+            self.units[number].driver.advance_to(now)
+            self._note_due(number)
+        self._move(now)
+        return [self.units[number] for number in self._ranks_of(engine)]
 
     def _ranks_of(self, engine: int) -> range:
         """The numbers of an engine's schedulers."""
@@ -487,9 +492,7 @@ class Simulation:
         assert self.routing is not None
         engines: list[EngineLoad] = []
         for engine in scaler.numbers(READY):
-            for number in self._ranks_of(engine):
-                self.units[number].driver.advance_to(now)
-            states = [self.units[number].replica.scheduler.snapshot(now) for number in self._ranks_of(engine)]
+            states = [unit.replica.scheduler.snapshot(now) for unit in self._advanced(engine, now)]
             used = sum(state.used_tokens for state in states) / max(sum(state.total_tokens for state in states), 1)
             waiting = sum(state.waiting for state in states)
             engines.append(EngineLoad(waiting, sum(state.running + state.prefilling for state in states), used))
