@@ -197,6 +197,14 @@ def test_the_store_is_bounded_in_number_bytes_and_time_and_by_tenant():
     assert not kept("r2")
     assert kept("big", "a")
     assert not kept("big", "b")
+    # The same id once more: it counts once, and never takes another tenant's place.
+    for _ in range(9):
+        store.put({"id": "big", "text": "x" * 90}, [], "a")
+    store.put({"id": "big"}, [], "b")
+    store.put({"id": "r5"}, [], "")
+    assert kept("big", "a")
+    assert kept("r5")
+    assert not kept("big", "b")
     now[0] = 11.0
     assert not kept("big", "a")
 

@@ -61,7 +61,14 @@ class ResponseStore:
         self._bytes = 0
 
     def put(self, response: dict[str, Any], items: list[dict[str, Any]], tenant: str, session: str = "") -> None:
-        """Store a response and its input items; the oldest responses are evicted."""
+        """Store a response and its input items; the oldest responses are evicted. A response that continues elsewhere
+        has the id that its client says: it may be here already, and must not take the place of another tenant's.
+        """
+        before = self._kept.get(response["id"])
+        if before is not None:
+            if before.tenant != tenant:
+                return
+            self._drop(response["id"])
         until_s = self._clock() + self._max_age_s
         kept = StoredResponse(tenant, until_s, orjson.dumps(response), orjson.dumps(items), session)
         self._kept[response["id"]] = kept
