@@ -109,7 +109,7 @@ class SamplingParams(base.SamplingParams):
         **given: Any,
     ) -> None:
         """Raises TypeError for a field that does not exist."""
-        if unknown := given.keys() - _SAMPLING_FIELDS - REQUEST_FIELDS:
+        if unknown := (given.keys() - _SAMPLING_FIELDS | (others or {}).keys()) - REQUEST_FIELDS:
             raise TypeError(f"there is no sampling parameter or request field {min(unknown)!r}")
         given = _stated(given)
         given |= {"max_new_tokens": max_tokens} if max_tokens is not None else {}
@@ -433,7 +433,7 @@ class LLM:
             return list((vectors[1:] @ vectors[0]).tolist())
         if not len(label_token_ids):
             raise InvalidRequestError("label_token_ids must not be empty", param="label_token_ids")
-        if any(isinstance(item, str) != isinstance(query, str) for item in each):
+        if any(isinstance(item, str) != isinstance(query, str) or not hasattr(item, "__len__") for item in each):
             raise InvalidRequestError("query and items must both be texts or both be token ids", param="items")
         pairs = [(item, query) if item_first else (query, item) for item in each]
         prompts = [a + b if isinstance(a, str) else [*a, *b] for a, b in pairs]  # type: ignore[operator]
@@ -546,8 +546,13 @@ class LLM:
     ) -> "_Request":
         """The request for the engine; `_prepare` completes it. Raises InvalidRequestError."""
         stated = {item.name: getattr(params, item.name) for item in fields(base.SamplingParams)}
-        stated["logit_bias"] = {_whole(token): bias for token, bias in stated["logit_bias"].items()}
-        seed, others = stated.pop("seed"), params.others if isinstance(params, SamplingParams) else {}
+        bias, seed = stated["logit_bias"], stated.pop("seed")
+        if not isinstance(bias, Mapping):
+            raise InvalidRequestError("logit_bias must map token ids to numbers", param="logit_bias")
+        if not isinstance(seed, int | np.integer | None):
+            raise InvalidRequestError("seed must be a whole number", param="seed")
+        stated["logit_bias"] = {_whole(token): value for token, value in bias.items()}
+        others = params.others if isinstance(params, SamplingParams) else {}
         try:
             sampling = msgspec.convert(stated, base.SamplingParams)
         except msgspec.ValidationError as error:

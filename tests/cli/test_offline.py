@@ -174,6 +174,8 @@ def test_vectors_scores_and_logprobs(demo):
         ({"priority": [1, 2]}, "2 entries of priority for 1 prompts"),
         ({"logprobs": 99}, "logprobs must be between 0 and 20"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"logit_bias": [5]}, "logit_bias must map"),
+        ({"seed": "7"}, "seed must be"),
     ],
 )
 def test_wrong_fields_are_refused_as_over_http(llm, fields, words):
@@ -191,9 +193,11 @@ def test_none_is_not_given(llm):
     assert llm.default_sampling_params(**empty) == llm.default_sampling_params()
 
 
-def test_there_is_no_vector_of_no_prompt(llm):
+def test_there_is_no_vector_of_no_prompt_and_no_score_of_a_number(llm):
     with pytest.raises(InvalidRequestError, match="must not be empty"):
         llm.embed([])
+    with pytest.raises(InvalidRequestError, match="both be texts or both be token ids"):
+        llm.score([1, 2], [3, 4], label_token_ids=[5])
 
 
 def test_turns_of_a_session_are_known_to_the_engine(tmp_path):
@@ -240,6 +244,8 @@ def test_fields_of_sampling_params_may_be_given_by_name(llm):
     assert SamplingParams(max_tokens=5) == SamplingParams(max_new_tokens=5)
     with pytest.raises(TypeError, match="colour"):
         llm.generate("Hello there", colour="red")
+    with pytest.raises(TypeError, match="temperature"):
+        SamplingParams(others={"temperature": 0.0})
 
 
 def test_an_answer_comes_piece_by_piece(llm):
