@@ -33,8 +33,8 @@ def kept(tmp_path):
     files = FileStore(tmp_path / "files", 10**6)
     store = BatchStore(tmp_path / "batches", files)
 
-    def create(tenant):
-        file = files.new_file(tenant, "lines.jsonl", "batch", b"{}", 60)
+    def create(tenant, lines=b"{}"):
+        file = files.new_file(tenant, "lines.jsonl", "batch", lines, 60)
         fields = {"endpoint": ENDPOINTS[0], "input_file_id": file.id, "completion_window": "24h", "metadata": None}
         return store.create(tenant, SimpleNamespace(**fields))
 
@@ -64,3 +64,12 @@ def test_the_oldest_batches_that_have_ended_are_forgotten(kept, tmp_path, monkey
     assert store.of_tenant("b") == [other]
     records = {path.stem for path in (tmp_path / "batches").glob("batch_*.json")}
     assert records == {batch.id for batch in (last, made[3], made[2], other)}
+
+
+def test_lines_beyond_the_most_are_not_read(kept, monkeypatch):
+    monkeypatch.setattr(batch_store, "MAX_LINES", 3)
+    store, create = kept
+    for lines, code in ((3, "invalid_method"), (1000, "too_many_requests")):
+        batch = create("a", b"".join(b'{"custom_id": "%d"}\n' % number for number in range(lines)))
+        assert store.validate(batch) == [0, 19, 38]
+        assert batch.errors[-1].code == code

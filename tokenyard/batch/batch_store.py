@@ -252,6 +252,10 @@ class BatchStore:
             batch.errors.append(BatchError("input_file_missing", "the input file was deleted"))
             return []
         for number, (offset, line) in enumerate(lines_of(path), 1):
+            if number > MAX_LINES:
+                # The rest is not read: lines of two bytes would take gigabytes here.
+                batch.errors.append(BatchError("too_many_requests", f"the input file has more than {MAX_LINES} lines"))
+                return offsets
             offsets.append(offset)
             try:
                 check_line(line, batch.endpoint, seen)
@@ -260,8 +264,6 @@ class BatchStore:
                     batch.errors.append(BatchError(error.code, error.message, number, error.param))
         if not offsets:
             batch.errors.append(BatchError("empty_file", "the input file has no lines"))
-        elif len(offsets) > MAX_LINES:
-            batch.errors.append(BatchError("too_many_requests", f"the input file has more than {MAX_LINES} lines"))
         return offsets
 
     def answers(self, batch: Batch) -> dict[int, Answer]:
