@@ -30,6 +30,23 @@ def test_models_that_are_added_later_are_found_and_broken_ones_tried_again(folde
     assert found.find("broken") == ""
 
 
+def test_a_broken_model_is_read_again_once_its_files_have_changed(folder):
+    tried = []
+
+    def plan_and_note(path):
+        tried.append(path.name)
+        return plan(path)
+
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
+    found = Catalog([folder], plan_and_note)
+    found.refresh()
+    assert tried.count("broken") == 1
+    (folder / "broken" / "config.json").write_text("{}")
+    found.refresh()
+    assert tried.count("broken") == 2
+
+
 def test_copies_are_second_names(folder):
     found = Catalog([folder], plan)
     found.copy("a", "mine:latest")

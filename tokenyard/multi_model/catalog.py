@@ -56,6 +56,15 @@ def name_of(path: Path) -> str:
     return path.name.removesuffix(".gguf")
 
 
+def _files_of(path: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of each file of a model; empty if they cannot be read."""
+    try:
+        stats = [(file.name, file.stat()) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    except OSError:
+        return []
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
 class Catalog:
     """The models by name.
 
@@ -68,6 +77,7 @@ class Catalog:
         self._models: dict[str, ModelPlan] = {}
         self._copies: dict[str, str] = {}
         self.broken: dict[str, str] = {}
+        self._tried: dict[str, list[tuple[str, int, int]]] = {}
         paths = self._paths()
         names = [name_of(path) for path in paths]
         for name in names:
@@ -103,12 +113,19 @@ class Catalog:
         return ""
 
     def refresh(self) -> list[str]:
-        """Look at the folders of models again. Returns the names of models that are new."""
+        """Look at the folders of models again. Returns the names of models that are new.
+
+        A broken model is read again once its files have changed: reading takes long, and clients ask for any name.
+        """
         fresh = []
         for path in self._paths():
             name = name_of(path)
             if name in self._models or name in self._copies:
                 continue
+            files = _files_of(path)
+            if name in self.broken and self._tried[name] == files:
+                continue
+            self._tried[name] = files
             try:
                 self._models[name] = self._plan(path)
             except ConfigError as error:
