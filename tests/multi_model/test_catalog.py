@@ -10,7 +10,8 @@ from tokenyard.multi_model.catalog import Catalog, ModelPlan, are_several
 def plan(path):
     if "broken" in path.name:
         raise ConfigError("it is damaged")
-    return ModelPlan(path, path, ModelFacts(), 1, None, "", ())
+    need = len(list(path.iterdir())) if path.is_dir() else 1
+    return ModelPlan(path, path, ModelFacts(), need, None, "", ())
 
 
 def test_a_folder_has_its_models(folder):
@@ -30,7 +31,7 @@ def test_models_that_are_added_later_are_found_and_broken_ones_tried_again(folde
     assert found.find("broken") == ""
 
 
-def test_a_broken_model_is_read_again_once_its_files_have_changed(folder):
+def test_a_model_is_read_again_once_its_files_have_changed(folder):
     tried = []
 
     def plan_and_note(path):
@@ -45,6 +46,13 @@ def test_a_broken_model_is_read_again_once_its_files_have_changed(folder):
     (folder / "broken" / "config.json").write_text("{}")
     found.refresh()
     assert tried.count("broken") == 2
+    (folder / "a" / "second.safetensors").touch()
+    assert found.refresh() == []
+    assert tried == ["a", "b", "broken", "c.gguf", "broken", "a"]
+    (folder / "c").mkdir()
+    (folder / "c" / "config.json").touch()
+    assert found.refresh() == []
+    assert found["c"].path == folder / "c.gguf"
 
 
 def test_copies_are_second_names(folder):

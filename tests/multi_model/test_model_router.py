@@ -205,3 +205,14 @@ def test_an_engine_is_ready_once_and_told_to_end_once(tmp_path, monkeypatch):
 
     asyncio.run(body())
     assert said == ["ready", "ended"]
+
+
+def test_a_model_whose_files_have_changed_is_loaded_as_what_it_is_now(folder, monkeypatch):
+    async def body():
+        async with routing(folder, monkeypatch) as (router, _):
+            assert router.residency["a"].need == 1
+            (folder / "a" / "second.safetensors").touch()
+            router.resolve_model(asked("/v1/completions", {"model": "a"}), ParsedRequest(model="a"))
+            assert router.residency["a"].need == 2
+
+    asyncio.run(body())

@@ -77,7 +77,7 @@ class Catalog:
         self._models: dict[str, ModelPlan] = {}
         self._copies: dict[str, str] = {}
         self.broken: dict[str, str] = {}
-        self._tried: dict[str, list[tuple[str, int, int]]] = {}
+        self._read: dict[str, list[tuple[str, int, int]]] = {}
         paths = self._paths()
         names = [name_of(path) for path in paths]
         for name in names:
@@ -115,24 +115,26 @@ class Catalog:
     def refresh(self) -> list[str]:
         """Look at the folders of models again. Returns the names of models that are new.
 
-        A broken model is read again once its files have changed: reading takes long, and clients ask for any name.
+        A model whose files have changed is read again: it may have been copied in parts, or replaced. If it is broken
+        then, what was known of it stays.
         """
         fresh = []
         for path in self._paths():
-            name = name_of(path)
-            if name in self._models or name in self._copies:
+            name, files = name_of(path), _files_of(path)
+            known = name in self._models
+            another = known and self._models[name].path != path
+            if another or name in self._copies or self._read.get(name) == files:
                 continue
-            files = _files_of(path)
-            if name in self.broken and self._tried[name] == files:
-                continue
-            self._tried[name] = files
+            self._read[name] = files
             try:
                 self._models[name] = self._plan(path)
             except ConfigError as error:
-                self.broken[name] = error.message
+                if not known:
+                    self.broken[name] = error.message
                 continue
             self.broken.pop(name, None)
-            fresh.append(name)
+            if not known:
+                fresh.append(name)
         return fresh
 
     def copy(self, source: str, destination: str) -> None:

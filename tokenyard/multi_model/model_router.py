@@ -102,10 +102,13 @@ class ModelRouter(Router):
         self.residency.add(name, self.catalog[name].need, self._models.keep_alive_ns)
 
     def refresh(self) -> None:
-        """Look for new models in the folders of models."""
+        """Look for new models in the folders of models, and for new files of those that are not loaded."""
         for name in self.catalog.refresh():
             log.info("there is a new model, %s", name)
             self._add(name)
+        for model in self.residency:
+            if model.phase == UNLOADED:
+                model.need = self.catalog[model.name].need
 
     @override
     def add_worker(self, url: str, source: str, role: str = "") -> HttpWorker:
@@ -166,7 +169,7 @@ class ModelRouter(Router):
         if given == "default" and not self.catalog.find(given):
             given = ""
         name = self.catalog.find(given) if given else names[0] if len(names) == 1 else ""
-        if not name and given:
+        if given and (not name or self.residency[name].phase == UNLOADED):
             self.refresh()
             name = self.catalog.find(given)
         if not name:
