@@ -562,7 +562,8 @@ class LLM:
         refuse_unsupported(body)
         spec = new_generate_input(body, {}, self._options.class_targets)
         spec.rid = spec.rid or uuid.uuid4().hex
-        spec.sampling, spec.seed, spec.lora = sampling, seed, adapter or ""
+        spec.sampling, spec.lora = sampling, adapter or ""
+        spec.seed = None if seed is None else int(seed)
         keep_stop, interval = bool(body.include_stop_str_in_output), self._options.stream_interval
         spec.text_options = parse_text_options(body, stream=stream, stream_interval=interval, keep_stop=keep_stop)
         spec.logprobs = chat_logprob_options(body)
