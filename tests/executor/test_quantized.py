@@ -11,7 +11,8 @@ from tests.executor.driver import Driver
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor.model_loader import load_executor
-from tokenyard.executor.quantized import AWQ_ORDER
+from tokenyard.executor.quantized import AWQ_ORDER, QuantizedWeights
+from tokenyard.executor.weights import SafetensorsWeights
 
 GROUP = 16
 
@@ -186,3 +187,22 @@ def test_parts_that_do_not_fit_are_named(tmp_path, folder):
     save_file(tensors, file)
     with pytest.raises(ConfigError, match="has no tensor"):
         load_executor(path, device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("scales", [torch.ones(64), torch.ones(1, 2), torch.ones(3, 64)])
+def test_scales_of_fp8_that_do_not_fit_are_named(tmp_path, scales):
+    tensors = {"a.weight": torch.zeros(64, 64).to(torch.float8_e4m3fn), "a.weight_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = SafetensorsWeights(tmp_path, torch.device("cpu"), torch.float32)
+    weights = QuantizedWeights(files, {"quant_method": "fp8", "weight_block_size": [16, 32]})
+    for read in (lambda: weights.packed("a.weight", (64, 64)).read(), lambda: weights.get("a.weight", (64, 64))):
+        with pytest.raises(ConfigError, match=r"a\.weight.*cannot be made of weight .*weight_scale_inv"):
+            read()
+
+
+@pytest.mark.parametrize("block", [128, [128], [0, 128], "many", [1.5, 2]])
+def test_a_block_that_makes_no_sense_is_refused(tmp_path, block):
+    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    files = SafetensorsWeights(tmp_path, torch.device("cpu"), torch.float32)
+    with pytest.raises(ConfigError, match=r"weight_block_size is .* it must be two positive numbers"):
+        QuantizedWeights(files, {"quant_method": "fp8", "weight_block_size": block})

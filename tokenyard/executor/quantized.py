@@ -48,7 +48,7 @@ class QuantizedWeights:
         self._unpacked = unpacked or UnpackedMatrices()
         self._decode, self._names = _decoder(quantization)
         self._int4 = _int4_reader(quantization)
-        self._block = quantization.get("weight_block_size") or (128, 128)
+        self._block = _block_size(quantization)
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
         """See PackedSource."""
@@ -80,7 +80,7 @@ class QuantizedWeights:
                 else:
                     spread = _per_row(found).reshape(-1, 1)
                 return byte_rows(own["weight"], spread, wanted)
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, IndexError, ValueError) as error:
                 raise ConfigError(_misfit(name, shape, own, error)) from error
 
         return PackedRows(form, shape, read)
@@ -131,7 +131,7 @@ class QuantizedWeights:
         elif tuple(scale.shape) in ((shape[0],), (shape[0], 1)):
             # By shape: blocks of 128 are as many as rows where a row has 16384 inputs.
             scales = scale.float().flatten()
-        elif tuple(self._block) == (128, 128) and tuple(scale.shape) == tuple(-(-size // 128) for size in shape):
+        elif self._block == (128, 128) and tuple(scale.shape) == tuple(-(-size // 128) for size in shape):
             scales = scale.float()
         else:
             return None
@@ -207,7 +207,7 @@ def _decoder(quantization: Mapping[str, Any]) -> tuple[Decode, tuple[str, ...]]:
     """How a matrix is made of its parts (float32[outputs, inputs]), and the names of those parts."""
     method = quantization.get("quant_method")
     if method == "fp8":
-        return lambda parts, shape: _fp8(parts, quantization.get("weight_block_size")), (
+        return lambda parts, shape: _fp8(parts, _block_size(quantization)), (
             "weight",
             "weight_scale_inv",
             "weight_scale",
@@ -242,14 +242,23 @@ def _compressed_bits(quantization: Mapping[str, Any]) -> int:
     return bits.pop()
 
 
-def _fp8(parts: Parts, block: list[int] | None) -> torch.Tensor:
+def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of a block with one scale."""
+    given = quantization.get("weight_block_size") or (128, 128)
+    match given:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    raise ConfigError(f"config.json: weight_block_size is {given!r}; it must be two positive numbers")
+
+
+def _fp8(parts: Parts, block: tuple[int, int]) -> torch.Tensor:
     weight = parts["weight"].float()
     if "weight_scale_inv" not in parts:
         return weight * _per_row(parts["weight_scale"])
     scale = parts["weight_scale_inv"].float()
     if scale.numel() == 1:
         return weight * scale.flatten()
-    rows, columns = block or (128, 128)
+    rows, columns = block
     spread = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return weight * spread[: weight.shape[0], : weight.shape[1]]
 
