@@ -93,6 +93,26 @@ def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new():
     run(main())
 
 
+def test_an_engine_that_shuts_down_gets_nothing_more_after_its_first_refusal():
+    async def main():
+        settings = {"policy": "round_robin", "health_check_interval_secs": 60.0, "retry_share": 0.0}
+        async with FakeWorker("a") as a, FakeWorker("b") as b, routing(a, b, **settings) as (router, client):
+
+            async def refuse(asked, writer):
+                writer.write(answer({"error": {"code": "draining"}}, 503))
+
+            a.info, a.on_request = {"status": "draining"}, refuse
+            assert {(await client.complete()).json["worker"] for _ in range(2)} == {"b"}
+            async with asyncio.timeout(5):
+                while router.workers.eligible("m", None, 0)[0].worker.address == a.url:
+                    await asyncio.sleep(0.005)
+            refused = len(a.asked)
+            assert [(await client.complete()).json["worker"] for _ in range(8)] == ["b"] * 8
+            assert (len(a.asked), refused) == (1, 1)
+
+    run(main())
+
+
 def test_a_worker_can_be_removed_while_it_answers():
     async def main():
         async with FakeWorker("a", delay_s=0.1) as a, routing(a) as (router, client):

@@ -29,7 +29,7 @@ from tokenyard.routing.tenant_limits import KeyUsage
 log = logging.getLogger(__name__)
 request_log = logging.getLogger("tokenyard.requests")
 
-OVERLOADED = frozenset({429, 503})
+OVERLOADED, DRAINS = frozenset({429, 503}), 503
 RATIO_STEP = 0.02
 
 
@@ -244,6 +244,8 @@ class DispatchDriver:
         self.metrics.statuses[status] += 1
         if status not in OVERLOADED:
             self._failed(target)
+        elif status == DRAINS:
+            self.health.check_soon(target.worker)
 
     def _failed(self, target: HttpTarget) -> None:
         self.metrics.worker_errors[target.name] += 1

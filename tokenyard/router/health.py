@@ -13,6 +13,7 @@ from tokenyard.router.http1 import HOP_BY_HOP, ResponseHead, request_head
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
 from tokenyard.router.workers import HttpWorker, HttpWorkers
+from tokenyard.routing.workers import FAST_PROBE_S
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class HealthChecker:
         self._headers = [header for header in headers if header[0] not in HOP_BY_HOP]
         self._tasks: dict[HttpWorker, asyncio.Task[None]] = {}
         self._wake: dict[HttpWorker, asyncio.Event] = {}
+        self._asked_s: dict[HttpWorker, float] = {}
 
     def watch(self, worker: HttpWorker) -> None:
         """Start checking a worker."""
@@ -97,6 +99,7 @@ class HealthChecker:
     def leave(self, worker: HttpWorker) -> None:
         """Stop checking a worker."""
         self._wake.pop(worker, None)
+        self._asked_s.pop(worker, None)
         task = self._tasks.pop(worker, None)
         if task is not None:
             task.cancel()
@@ -106,6 +109,13 @@ class HealthChecker:
         event = self._wake.get(worker)
         if event is not None:
             event.set()
+
+    def check_soon(self, worker: HttpWorker) -> None:
+        """The worker is too busy for a request, or it drains: find out which, at most once every `FAST_PROBE_S`."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._asked_s.get(worker, -FAST_PROBE_S) >= FAST_PROBE_S:
+            self._asked_s[worker] = now_s
+            self.check_now(worker)
 
     async def close(self) -> None:
         """Stop all checks."""

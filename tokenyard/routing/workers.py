@@ -236,7 +236,10 @@ class Workers(Generic[W]):
         worker.boot_id = boot_id
         if self.settings.dp_aware and isinstance(ranks, int) and not isinstance(ranks, bool):
             self.set_ranks(worker, ranks)
-        worker.refuses = info.get("status") in REFUSES_REQUESTS
+        refuses = info.get("status") in REFUSES_REQUESTS
+        if refuses != worker.refuses:
+            worker.refuses = refuses
+            self.changed()
         role = info.get("disaggregation_mode")
         if role in (PREFILL, DECODE) and not worker.role:
             worker.role = role
@@ -296,7 +299,7 @@ class Workers(Generic[W]):
     def changed(self) -> None:
         """Recompute the routable targets."""
         workers = self._by_address.values()
-        routable = [worker for worker in workers if worker.healthy and not worker.draining]
+        routable = [worker for worker in workers if worker.healthy and not worker.draining and not worker.refuses]
         self._routable = [target for worker in routable if worker.role != PREFILL for target in worker.targets]
         self._prefilling = [target for worker in routable if worker.role == PREFILL for target in worker.targets]
         self.has_disagg_workers = any(worker.role == DECODE for worker in workers)
