@@ -202,6 +202,23 @@ def test_a_full_disk_takes_what_fits_and_then_evicts_old_blocks(tmp_path, monkey
     store.close()
 
 
+def test_a_full_disk_lets_the_engine_start_again_and_stores_once_there_is_room(tmp_path, monkeypatch):
+    """A kill while a slab was made has left one without a header."""
+    (tmp_path / "slab-0000.kv").touch()
+
+    def full(fd, data, offset):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(slab.os, "pwrite", full)
+    store = opened(tmp_path)
+    with pytest.raises(OSError, match="No space"):
+        store.put(DIGESTS[0], content(0))
+    monkeypatch.undo()
+    assert store.put(DIGESTS[0], content(0))
+    assert holds(store, 0)
+    store.close()
+
+
 def test_a_disk_with_less_free_than_it_must_have_takes_nothing(tmp_path):
     store = SlabStore(str(tmp_path), FORM, SLOT * 20, min_free_bytes=1 << 60)
     with pytest.raises(StoreFullError):

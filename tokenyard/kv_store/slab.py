@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
@@ -37,6 +38,7 @@ SLOT_HEAD_BYTES = 64
 CHECK_BYTES = 8
 FILE_BYTES = 1 << 30
 LOCK_WAIT_S = 3.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SlabStore:
@@ -140,7 +142,7 @@ class SlabStore:
                 except OSError as error:
                     with self._lock:
                         self._free.append(slot)
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not fresh:
+                    if error.errno not in FULL or not fresh:
                         raise
                     # The file stops growing here; from now on older blocks are evicted.
                     self._drop_end(slot)
@@ -271,7 +273,7 @@ class SlabStore:
             self._files[number] = os.open(self._path(number), os.O_RDWR)
             if not self._is_ours(number):
                 self.counters.damaged += 1
-        for number in numbers:
+        for number in self._files:
             self._scan(number, found)
         found.sort()
         for sequence, digest, slot in found:
@@ -293,7 +295,9 @@ class SlabStore:
         head = os.pread(fd, FILE_HEAD_BYTES, 0)
         if len(head) < FILE_HEAD_BYTES or not head.strip(b"\0"):
             os.close(self._files.pop(number))
-            self._files[number] = self._new_file(number)
+            # On a full disk the engine starts all the same, without the room of this slab.
+            with _unless_full():
+                self._files[number] = self._new_file(number)
             return False
         magic, version, length, check = FILE_HEAD.unpack_from(head)
         body = head[FILE_HEAD.size : FILE_HEAD.size + length]
@@ -364,8 +368,20 @@ def _lock(folder: Path) -> int:
                 f"--hicache-storage-dir {folder} is in use by another engine (process {owner}); give each its own"
             ) from None
         os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        # Only a message to others names the process.
+        with _unless_full():
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
+
+
+@contextlib.contextmanager
+def _unless_full() -> Iterator[None]:
+    """Do something, or not, where the disk is full. Raises other errors of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
 
 
 def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
