@@ -253,16 +253,41 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event():
     run(main())
 
 
-def test_a_whole_answer_that_breaks_off_breaks_off():
-    async def main():
-        async def die(asked, writer):
-            writer.write(answer(b"x" * 1000)[:-500])
-            await writer.drain()
-            writer.transport.abort()
+async def break_off(asked, writer):
+    """Sends the first half of what was asked for."""
+    body = b"x" * asked.json["size"]
+    writer.write(answer(body)[: -(len(body) // 2)])
+    await writer.drain()
+    writer.transport.abort()
 
-        async with FakeWorker(on_request=die) as worker, routing(worker) as (_, client):
-            got = await client.raw(client.head("POST", "/v1/completions", body=b'{"prompt": "x"}'))
-            assert got.partition(b"\r\n\r\n")[2] in (b"", b"x" * 500)
+
+def test_a_whole_answer_that_breaks_off_is_given_by_another_worker():
+    async def main():
+        a, b = FakeWorker("a", on_request=break_off), FakeWorker("b")
+        async with a, b, routing(a, b, policy="round_robin") as (_, client):
+            for _ in range(4):
+                assert (await client.complete(size=1000)).json == {"worker": "b"}
+            assert a.asked
+
+    run(main())
+
+
+def test_a_whole_answer_that_breaks_off_everywhere_is_an_error():
+    async def main():
+        async with FakeWorker(on_request=break_off) as worker, routing(worker) as (_, client):
+            assert (await client.complete(size=1000)).error == "worker_failed"
+
+    run(main())
+
+
+def test_an_answer_of_megabytes_does_not_wait_for_its_end():
+    async def main():
+        async with FakeWorker(on_request=break_off) as worker, routing(worker) as (_, client):
+            body = json.dumps({"prompt": "x", "size": 6_000_000}).encode()
+            got = await client.raw(client.head("POST", "/v1/completions", body=body))
+            begun = got.partition(b"\r\n\r\n")[2]
+            assert 1_000_000 < len(begun) < 6_000_000
+            assert not begun.strip(b"x")
 
     run(main())
 

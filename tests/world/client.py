@@ -157,12 +157,20 @@ async def run(ask: Ask, seen: Seen, address: tuple[str, int]) -> None:
         writer.close()
 
 
+PASSED_ON = "passed on"
+"""How an answer ends that is the last error of an engine of another make, once there are no retries left."""
+
+
 async def _read(ask: Ask, seen: Seen, reader: asyncio.StreamReader) -> None:
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     status = int(head[0].split(" ")[1])
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
     if "content-length" in headers:
-        body = json.loads(await reader.readexactly(int(headers["content-length"])))
+        raw = await reader.readexactly(int(headers["content-length"]))
+        if status >= 500 and not raw.startswith(b"{"):
+            seen.end = f"{status} {PASSED_ON}"
+            return
+        body = json.loads(raw)
         if status != 200:
             seen.end = f"{status} {body['error'].get('code')}: {body['error'].get('message')}"
             return

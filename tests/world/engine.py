@@ -285,6 +285,9 @@ class Engine:
         """What it still holds, for the check that everything drains."""
         found = []
         for scheduler in self.schedulers.values():
+            if scheduler.loop is None:
+                found.append(f"{scheduler.process.name} has not started")
+                continue
             core = scheduler.loop.core
             state = core.snapshot(self.world.clock.now_ns)
             if state.used_tokens or state.held_tokens or core.has_work:

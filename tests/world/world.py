@@ -352,7 +352,7 @@ class World:
         for seen in self.seen:
             if seen.end in ("done", "left", ""):
                 continue
-            if self.foreign and seen.end.startswith("502 worker_failed"):
+            if self.foreign and (seen.end.startswith("502 worker_failed") or client.PASSED_ON in seen.end):
                 continue  # engines that fail all the time use up the budget of retries
             router = f"router{seen.ask.router}"
             hit = any(at <= seen.ended_s and seen.ask.at_s <= until + 10 for at, until in self.excused.get(router, []))

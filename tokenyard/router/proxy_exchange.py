@@ -42,8 +42,10 @@ from tokenyard.routing.load import DispatchedRequest
 log = logging.getLogger(__name__)
 
 RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
-EVENT_STREAM, JSON_LINES = b"text/event-stream", b"application/x-ndjson"
+JSON, EVENT_STREAM, JSON_LINES = b"application/json", b"text/event-stream", b"application/x-ndjson"
 TAIL_BYTES = 4096
+MAX_HELD_BYTES = 1 << 20
+"""Most of an answer in JSON that waits for its end, as it can be had from another worker until then."""
 
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
@@ -74,7 +76,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         self._resumed: Continuation | None = None
         self._follows = False
         self._failures = 0
-        self._before = self._last = b""
+        self._before = self._last = self._held = b""
         self._outcome = ""
         self._usage: tuple[int | None, int | None, int | None] = (None, None, None)
 
@@ -265,11 +267,15 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         self.abort(RouterError(502, "the worker failed in the middle of the answer", code="worker_failed"))
 
     def _begin(self, data: bytes, done: bool) -> None:
-        """The first bytes of the body have arrived: begin the response."""
+        """Bytes of the body have arrived: begin the response, with all of it if it is one piece of JSON."""
         if not data and not done:
             return
         head, router = self._head, self._router
         assert head is not None
+        self._held += data
+        if not done and JSON in head.get(b"content-type") and len(self._held) <= MAX_HELD_BYTES:
+            return
+        data, self._held = self._held, b""
         now = self.first_byte_ns = router.now_ns()
         if self.parsed.stream and head.status == 200:
             router.machine.first_token(self, now)
@@ -333,9 +339,10 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
     # Failures.
 
     def _retry_elsewhere(self, why: str) -> None:
-        """The target failed before it responded."""
+        """The target failed before the client got anything of its response."""
         if self.over:
             return
+        self._held = b""
         self._drop_upstream()
         if self._started:
             self._retry_continuation(why)
@@ -436,7 +443,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         """
         settings = self._router.settings
         most_s = settings.stall_timeout_secs
-        if not self._started:
+        if not self._started and not self._held:
             most_s = settings.first_byte_timeout_secs if self.parsed.stream else math.inf
         worker = None if self.target is None else self.target.worker
         if worker is not None and worker.healthy is False:
