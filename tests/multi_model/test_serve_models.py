@@ -1,14 +1,21 @@
 """What engines of several models get, and what memory they are taken to need."""
 
+import asyncio
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tokenyard.base import ConfigError
 from tokenyard.cli.flags import resolve
-from tokenyard.cli.serve_models import ENGINE_BYTES, GB, engine_environment, plan_model, serve_models
+from tokenyard.cli.serve_models import ENGINE_BYTES, GB, engine_environment, front_settings, plan_model, serve_models
 from tokenyard.config import DEMO_MODEL, Settings
+from tokenyard.router.client_connection import ClientRequest
+from tokenyard.router.proxy import Router
+from tokenyard.router.proxy_exchange import Exchange
+from tokenyard.router.request_features import ParsedRequest
+from tokenyard.router.router_settings import RouterSettings
 
 
 def test_engines_have_the_environment_without_settings():
@@ -34,3 +41,24 @@ def test_a_config_that_is_nested_too_deeply_is_damaged(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="recursion"):
         plan_model(Settings(), 10**12, tmp_path)
+
+
+def test_a_long_prompt_may_keep_an_engine_silent_for_an_hour():
+    """As without a router in front. Others give a request half an hour, and five minutes to the first byte."""
+
+    async def silent(settings):
+        router, said = Router(settings), []
+        router.workers.set_healthy(router.workers.add("http://127.0.0.1:1", "static"), True)
+        front = SimpleNamespace(paused=False, fail=lambda error, path: said.append(error.code))
+        passing = SimpleNamespace(headers=lambda request: [])
+        request = ClientRequest(b"POST", b"/v1/completions", [], True, False)
+        exchange = Exchange(router, passing, front, request, ParsedRequest(stream=True))
+        router.arrived(exchange)
+        begin_s = router.now()
+        for seconds in (1, 3600):
+            exchange.check_time(begin_s + seconds)
+        return said, router.metrics.retries
+
+    assert asyncio.run(silent(front_settings(Settings()))) == ([], 0)
+    assert asyncio.run(silent(RouterSettings())) == (["timeout"], 0)
+    assert asyncio.run(silent(RouterSettings(request_timeout_secs=1e6))) == ([], 1)

@@ -18,6 +18,7 @@ from tokenyard.base.cross_site import is_loopback
 from tokenyard.base.durations import parse_keep_alive
 from tokenyard.base.errors import InvalidRequestError
 from tokenyard.base.model_facts import ModelFacts
+from tokenyard.base.ranges import MAX_SECONDS
 from tokenyard.cli.event_loop import loop_factory
 from tokenyard.cli.flags import ENV_PREFIX, Resolved, all_settings
 from tokenyard.config import Settings
@@ -117,7 +118,10 @@ def _keep_alive(text: str) -> int | None:
 
 
 def front_settings(settings: Settings) -> RouterSettings:
-    """The settings of the router in front. A request waits as long for a model that loads as for one that is full."""
+    """The settings of the router in front. A request waits as long for a model that loads as for one that is full, and
+    its answer may take as long as without a router: an engine that dies closes its connections, and one that is busy
+    with a long prompt is silent.
+    """
     return RouterSettings(
         host=settings.host,
         port=settings.port,
@@ -128,6 +132,9 @@ def front_settings(settings: Settings) -> RouterSettings:
         max_body_mb=settings.max_body_mb,
         queue_timeout_secs=settings.model_load_timeout_s,
         unavailable_timeout_secs=settings.model_load_timeout_s,
+        request_timeout_secs=MAX_SECONDS,
+        first_byte_timeout_secs=0.0,
+        stall_timeout_secs=0.0,
         shutdown_grace_period_secs=settings.shutdown_timeout_s,
         log_level=settings.log_level,
         log_format=settings.log_format,
