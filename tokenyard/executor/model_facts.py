@@ -29,7 +29,9 @@ def read_model_facts(folder: Path) -> ModelFacts:
     for tensor in stored_tensors(folder):
         kinds[tensor.kind] += tensor.numbers
     names = [f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in zip(files, stats, strict=True)]
-    length = config.get("max_position_embeddings")
+    # A model that also reads images says in a part of its config how long its texts may be.
+    text = config.get("text_config")
+    length = (text if isinstance(text, dict) else config).get("max_position_embeddings")
     architectures = config.get("architectures") or [""]
     return ModelFacts(
         size_bytes=sum(stat.st_size for stat in stats),
