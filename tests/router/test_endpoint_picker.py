@@ -177,6 +177,16 @@ def test_a_gateway_may_restrict_the_endpoints():
     asyncio.run(body())
 
 
+def test_a_body_may_come_as_one_long_message():
+    async def body():
+        async with FakeWorker("a") as a, picking(a, mode=ProcessingMode.BUFFERED) as (_, gateway, _channel):
+            one = gateway()
+            assert await one.ask({"prompt": "x" * 5_000_000}) == [f"127.0.0.1:{a.port}"]
+            await one.answer(200, usage(1, 0, 1))
+
+    asyncio.run(body())
+
+
 def test_a_body_may_end_with_trailers():
     async def body():
         async with FakeWorker("a") as a, picking(a) as (router, gateway, _):

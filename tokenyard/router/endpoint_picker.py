@@ -364,7 +364,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer, heal
 async def start_picker(router: Router) -> grpc.aio.Server:
     """Listen at `--endpoint-picker-port`. Raises ConfigError if that is not possible."""
     settings = router.settings
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    # Buffered bodies come as one message each; --max-body-mb bounds them, with an answer that says so.
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)])
     picker = EndpointPicker(router)
     external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, server)
     health_pb2_grpc.add_HealthServicer_to_server(picker, server)
