@@ -377,7 +377,9 @@ def test_awq_and_gptq_stay_packed(wide, tmp_path, case, caplog):
     with caplog.at_level("INFO"):
         off = all_logits(load(quantized), prompt) - exact
     assert "is unpacked" not in caplog.text
-    assert 1e-4 * exact.std() < off.std() < 0.05 * exact.std()
+    # Activations are rounded to bytes for integer weights, and to nothing for fp8.
+    least = 0.0 if case.startswith("fp8") else 1e-4
+    assert least * exact.std() < off.std() < 0.05 * exact.std()
 
 
 def test_inputs_in_different_orders_are_unpacked(wide, tmp_path, caplog):

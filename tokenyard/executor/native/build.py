@@ -33,7 +33,7 @@ FILE_FLAGS = {"formats": ("-ffp-contract=off",)}
 
 X86 = ("x86_64", "amd64")
 ARM = ("aarch64", "arm64")
-BUILD_TIMEOUT_S = 300
+BUILD_TIMEOUT_S = 900
 
 
 class BuildError(Exception):
