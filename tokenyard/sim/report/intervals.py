@@ -9,7 +9,6 @@ from typing import Any
 STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Quantiles of Student's t for a two-sided interval of 95 %, from one degree of freedom on."""
 
-
 NORMAL_95 = 1.96
 
 
