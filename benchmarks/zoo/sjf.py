@@ -34,6 +34,6 @@ ENTRY = Entry(
     "SJF by predicted length",
     "Fu et al. 2024, Efficient LLM Scheduling by Learning to Rank (arXiv 2408.15792)",
     "2.8 times lower latency per token in chatbot serving",
-    "lengths from the history of a tenant, no learned ranking; 400 synthetic requests on a simulated H100",
+    "lengths from a tenant's history, no learned ranking; overload, two kinds of answers that the tenant tells apart",
     measure,
 )
