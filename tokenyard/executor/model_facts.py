@@ -17,11 +17,15 @@ def read_model_facts(folder: Path) -> ModelFacts:
     Raises ConfigError for files that are damaged or cannot be read.
     """
     gguf = (folder / LINK).exists()
+    path = folder / "config.json"
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    try:
         files = [(folder / LINK).resolve()] if gguf else sorted(folder.glob("*.safetensors"))
         stats = [path.stat() for path in files]
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise ConfigError(f"{folder}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{folder}/config.json is no JSON object")
