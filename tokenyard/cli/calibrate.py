@@ -1,17 +1,15 @@
 """`tokenyard calibrate`: measure how long steps take, here or at a server, and write it as a cost profile."""
 
 import argparse
-import re
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo
-from tokenyard.cli.calibrate_requests import calibrate_requests
+from tokenyard.cli.calibrate_requests import calibrate_requests, profile_word, terms_table
 from tokenyard.cli.flags import resolve
 from tokenyard.cli.simulation_arguments import check_output, progress_bar
 from tokenyard.config import Settings
@@ -111,8 +109,8 @@ def make_profile(info: ExecutorInfo, settings: Settings, terms: LinearTerms, dev
     """The profile of the measured model on this device. Link speeds are typical values, not measured."""
     on_cuda = info.device.startswith("cuda")
     return Profile(
-        device=_word(device_name) or _device_name(info.device),
-        model=_word(settings.model_name),
+        device=profile_word(device_name) or _device_name(info.device),
+        model=profile_word(settings.model_name),
         terms=terms,
         kv_pool_tokens=info.num_pages * info.page_size,
         kv_bytes_per_token=max(info.kv_bytes_per_token, 1),
@@ -125,15 +123,10 @@ def make_profile(info: ExecutorInfo, settings: Settings, terms: LinearTerms, dev
 
 def _device_name(device: str) -> str:
     if not device.startswith("cuda"):
-        return _word(device)
+        return profile_word(device)
     import torch
 
-    return _word(torch.cuda.get_device_name(device))
-
-
-def _word(name: str) -> str:
-    """`name` as profiles spell names: lower-case letters, digits, dots and dashes."""
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+    return profile_word(torch.cuda.get_device_name(device))
 
 
 def _source(measured: list[Measured], errors: np.ndarray) -> str:
@@ -141,14 +134,8 @@ def _source(measured: list[Measured], errors: np.ndarray) -> str:
 
 
 def _print(profile: Profile, measured: list[Measured], wanted: int, errors: np.ndarray) -> None:
-    table = Table(title=profile.name)
-    table.add_column("term")
-    table.add_column("ms", justify="right")
-    for term in fields(LinearTerms):
-        if getattr(profile.terms, term.name):
-            table.add_row(term.name, f"{getattr(profile.terms, term.name):.4g}")
     console = Console()
-    console.print(table)
+    console.print(terms_table(profile))
     left = "" if len(measured) == wanted else f" of {wanted} (the rest would have taken longer than --seconds)"
     console.print(
         f"{len(measured)} steps measured{left}; on the {len(errors)} held out from a trial fit it is off by "

@@ -112,8 +112,8 @@ def _profile(fit: ObservedFit, runs: list[Run], facts: ServerFacts, settings: Se
     longest = max(one.prompt_tokens + one.output_tokens for run in runs for one in run)
     requests = sum(map(len, runs))
     return Profile(
-        device=_word(facts.device),
-        model=_word(facts.model),
+        device=profile_word(facts.device) or "model",
+        model=profile_word(facts.model) or "model",
         terms=fit.terms,
         kv_pool_tokens=pool,
         kv_bytes_per_token=FOREIGN_KV_BYTES,
@@ -140,8 +140,20 @@ def _most_in_use(run: Run) -> int:
     return most
 
 
-def _word(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model"
+def profile_word(name: str) -> str:
+    """`name` as profiles spell names: lower-case letters, digits, dots and dashes."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def terms_table(profile: Profile) -> Table:
+    """The terms of a profile that are not zero, in ms."""
+    table = Table(title=profile.name)
+    table.add_column("term")
+    table.add_column("ms", justify="right")
+    for term in fields(LinearTerms):
+        if getattr(profile.terms, term.name):
+            table.add_row(term.name, f"{getattr(profile.terms, term.name):.4g}")
+    return table
 
 
 def _errors(fit: ObservedFit) -> str:
@@ -155,12 +167,7 @@ def _errors(fit: ObservedFit) -> str:
 
 
 def _print(profile: Profile, fit: ObservedFit, runs: list[Run]) -> None:
-    table = Table(title=profile.name)
-    table.add_column("term")
-    table.add_column("ms", justify="right")
-    for term in fields(LinearTerms):
-        if getattr(profile.terms, term.name):
-            table.add_row(term.name, f"{getattr(profile.terms, term.name):.4g}")
+    table = terms_table(profile)
     table.add_row("per request, outside the scheduler", f"{profile.request_ms:.4g}")
     console = Console()
     console.print(table)
