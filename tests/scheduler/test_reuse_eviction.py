@@ -67,6 +67,23 @@ def test_ended_sessions_go_first():
     assert (kept(yard, 5), kept(yard, 6) < 100) == (100, True)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_session_that_ends_before_its_answer_has_ends_with_it(again):
+    """A client closes its session as it reads the last token, which may be before the scheduler has ended the row."""
+    yard = yard_of()
+    learn(yard)
+    turn(yard, 5)
+    yard.submit([6] * 100, max_new=2, arrival_ns=yard.now, session="s6")
+    yard.apply(SessionEnded("s6"))
+    yard.run()
+    if again:
+        turn(yard, 6)
+    yard.apply(TurnEnded("s6", "tool"))
+    assert len(yard.scheduler.state.sessions) == 1 + again
+    press(yard)
+    assert (kept(yard, 5) < 100, kept(yard, 6) < 100) == (again, not again)
+
+
 def test_a_superseded_branch_goes_first():
     """A session that compacts its context leaves the old one, which was used last of all but the new one."""
     yard = yard_of()

@@ -56,12 +56,14 @@ class Session(SessionState):
     node: the end of its latest prompt in the tree, or of what is left of it; None if it has none there.
     kept_until_ns: the end of an explicit time to live; 0 for none.
     evicted_ns: when KV of its latest prompt was evicted last since that answer ended; 0 for never.
+    closed: whether it ends with its open requests, unless another turn comes before.
     """
 
     open: set[int] = field(default_factory=set)
     node: Any = None
     kept_until_ns: int = 0
     evicted_ns: int = 0
+    closed: bool = False
 
     @property
     def missing_tokens(self) -> int:
@@ -160,6 +162,7 @@ class SessionTable(IdleSessions, PrefixListener):
         # The order of the dict is that of the latest turns.
         self._sessions[key] = session
         session.open.add(number)
+        session.closed = False
         oldest, first = next(iter(self._sessions.items()))
         idle = not first.open and now - first.idle_ns > MAX_IDLE_NS
         if idle or len(self._sessions) > MAX_SESSIONS:
@@ -194,6 +197,8 @@ class SessionTable(IdleSessions, PrefixListener):
         session.tokens = 0 if node is None else node.depth_tokens
         if before is not None and before is not node:
             self._supersede(before, node)
+        if session.closed:
+            self._drop(key, now)
 
     def turn_ended(self, tenant: str, name: str, kind: str, ttl_ns: int = -1) -> None:
         """The latest answer of a tenant's session ended with a stop of this kind.
@@ -210,9 +215,13 @@ class SessionTable(IdleSessions, PrefixListener):
             self._kept[key] = None
 
     def session_ended(self, tenant: str, name: str, now: int) -> None:
-        """A tenant's session has no further turns."""
+        """A tenant's session has no further turns; it ends now, or with the last of its answers."""
         session = self._sessions.get((tenant, name))
-        if session is not None and not session.open:
+        if session is None:
+            return
+        if session.open:
+            session.closed = True
+        else:
             self._drop((tenant, name), now)
 
     @override
@@ -380,7 +389,7 @@ class SessionTable(IdleSessions, PrefixListener):
         before = session.node
         self._move(key, session, None)
         self._kept.pop(key, None)
-        if not session.open and session.idle_ns:
+        if not session.open and 0 < session.idle_ns < now:
             self.returns.lost(session.kind, now - session.idle_ns)
             if before is not None:
                 self._supersede(before, None)
