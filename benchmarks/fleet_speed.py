@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 
 from tokenyard.cost import get_profile
-from tokenyard.routing.policies import POLICIES
+from tokenyard.routing.registry import POLICIES
 from tokenyard.sim.engine.presets import preset
 from tokenyard.sim.simulate import Setup, simulate
 from tokenyard.sim.traces.synthetic import synthetic

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.router_workloads import REPLICAS, cases
 from tokenyard.cost import get_profile
-from tokenyard.routing.policies import POLICIES
+from tokenyard.routing.registry import POLICIES
 from tokenyard.sim.engine.presets import preset
 from tokenyard.sim.simulate import Setup, simulate
 

@@ -17,7 +17,7 @@ from tokenyard.router.proxy_exchange import Exchange
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.routing.dispatch import Dispatcher, Send
 from tokenyard.routing.load import preempts_by
-from tokenyard.routing.policies import POLICIES
+from tokenyard.routing.registry import POLICIES
 from tokenyard.routing.workers import Workers
 from tokenyard.sim.fleet.fleet_settings import Drain, Fault, Fleet
 from tokenyard.sim.fleet.sim_router import SimRouter, SimRouting

@@ -12,8 +12,9 @@ from tokenyard.base import Request, SamplingParams
 from tokenyard.routing.balance import LOAD_BALANCE_METHODS, RankBalancer
 from tokenyard.routing.dispatch import PendingRequest, RequestFacts
 from tokenyard.routing.load import TargetLoad, TtftModel
-from tokenyard.routing.policies import make_policy, prompt_key
+from tokenyard.routing.policies import prompt_key
 from tokenyard.routing.prefix_index import token_prompt
+from tokenyard.routing.registry import make_policy
 from tokenyard.sim.fleet.fleet_settings import Fleet
 from tokenyard.sim.fleet.sim_router import FleetLayout, SimRouter
 

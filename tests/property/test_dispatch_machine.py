@@ -7,8 +7,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from tokenyard.base import NS_PER_S
 from tokenyard.routing.dispatch import CAUSES, NEVER_NS, Dispatcher, PendingRequest, Probe, Refuse, RequestFacts, Send
 from tokenyard.routing.dispatch_settings import DispatchSettings
-from tokenyard.routing.policies import POLICIES, make_policy
 from tokenyard.routing.prefix_index import PrefixIndex, text_prompt
+from tokenyard.routing.registry import POLICIES, make_policy
 from tokenyard.routing.workers import DECODE, PREFILL, Worker, Workers
 
 QUEUE_SIZE, ROOM, RETRIES = 2, 1, 3

@@ -10,7 +10,8 @@ from tokenyard.base import ConfigError
 from tokenyard.router.disagg_exchange import batch_size
 from tokenyard.router.workers import HttpWorkers
 from tokenyard.routing.load import TargetLoad
-from tokenyard.routing.policies import PolicyOptions, RequestFeatures, make_policy
+from tokenyard.routing.policies import PolicyOptions, RequestFeatures
+from tokenyard.routing.registry import make_policy
 from tokenyard.routing.workers import DECODE, PREFILL
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_port": 5600}

@@ -1,8 +1,9 @@
 from tokenyard.base import NS_PER_S
 from tokenyard.routing.dispatch import Dispatcher, PendingRequest, Probe, Refuse, RequestFacts, Send
 from tokenyard.routing.dispatch_settings import DispatchSettings
-from tokenyard.routing.policies import Ranking, RoutePolicy, make_policy
+from tokenyard.routing.policies import Ranking, RoutePolicy
 from tokenyard.routing.prefix_index import PrefixIndex
+from tokenyard.routing.registry import make_policy
 from tokenyard.routing.workers import DECODE, PREFILL, Worker, Workers
 
 

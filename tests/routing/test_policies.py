@@ -8,16 +8,15 @@ from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
 from tokenyard.routing.policies import (
     CACHED,
     COLD,
-    POLICIES,
     SPILLED_BY_BOUND,
     SPILLED_FOR_LOAD,
     STICKY,
     PolicyOptions,
     RequestFeatures,
-    make_policy,
     rendezvous,
     text_key,
 )
+from tokenyard.routing.registry import POLICIES, make_policy
 
 SPEED = TtftModel()
 

@@ -10,7 +10,8 @@ from tests.sim.small_workloads import setup
 from tokenyard.base import ConfigError
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.routing.load import TargetLoad, TtftModel
-from tokenyard.routing.policies import PolicyOptions, Ranking, RequestFeatures, RoutePolicy, make_policy
+from tokenyard.routing.policies import PolicyOptions, Ranking, RequestFeatures, RoutePolicy
+from tokenyard.routing.registry import make_policy
 from tokenyard.sim.simulate import simulate
 from tokenyard.sim.traces.synthetic import synthetic
 

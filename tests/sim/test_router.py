@@ -7,7 +7,7 @@ import pytest
 
 from tests.sim.small_workloads import setup
 from tokenyard.base import ConfigError
-from tokenyard.routing.policies import POLICIES
+from tokenyard.routing.registry import POLICIES
 from tokenyard.sim.fleet.fleet_settings import Fault, Fleet
 from tokenyard.sim.fleet.sim_router import SimRouting
 from tokenyard.sim.report.summary import summary

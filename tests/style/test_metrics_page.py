@@ -8,8 +8,8 @@ from tokenyard.router.router_metrics import RouterMetrics
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.workers import HttpWorkers
 from tokenyard.routing.dispatch import Dispatcher
-from tokenyard.routing.policies import make_policy
 from tokenyard.routing.prefix_index import PrefixIndex
+from tokenyard.routing.registry import make_policy
 from tokenyard.server.metrics.prometheus import Metrics
 from tokenyard.server.metrics.table import COMPAT, ENGINE, METRICS, PREFIX, RANK, SGLANG_STAGES, VLLM_CACHE_CONFIG
 from tools.metrics_page import PAGE, page

@@ -40,7 +40,7 @@ from tokenyard.cli.simulation_arguments import (
     write_numbers,
 )
 from tokenyard.cli.task_pool import TaskPool, add_ray_argument
-from tokenyard.routing.policies import DEFAULT_POLICY, POLICIES
+from tokenyard.routing.registry import DEFAULT_POLICY, POLICIES
 from tokenyard.sim.planner.capacity_plan import CapacityPlan, CapacityPlanner
 from tokenyard.sim.planner.trial import FleetOption, answered
 from tokenyard.sim.traces.workload import Workload

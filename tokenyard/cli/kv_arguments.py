@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tokenyard.base import ConfigError
 from tokenyard.kv_store.machine import PREFETCH_POLICIES
-from tokenyard.routing.policies import POLICY_NAMES
+from tokenyard.routing.registry import POLICY_NAMES
 from tokenyard.sim.kv.disagg_settings import MODES, DisaggSettings, KvStoreSettings
 from tokenyard.sim.kv.transfer_figures import transfer_figures
 from tokenyard.sim.outcome import Outcome

@@ -28,6 +28,7 @@ from tokenyard.executor.memory_fit import free_memory
 from tokenyard.executor.model_facts import read_model_facts
 from tokenyard.multi_model.catalog import Catalog, ModelPlan
 from tokenyard.multi_model.model_router import ModelRouter, ModelRouterSettings
+from tokenyard.multi_model.ollama_routes import OllamaRoutes
 from tokenyard.router.process import listen, run
 from tokenyard.router.request_features import Tokenize
 from tokenyard.router.router_settings import RouterSettings
@@ -95,7 +96,9 @@ def serve_models(resolved: Resolved, models: Sequence[str]) -> int:
     )
 
     def make_router(router_settings: RouterSettings, tokenize: Tokenize | None) -> ModelRouter:
-        return ModelRouter(router_settings, tokenize, catalog, front, partial(engine_values, given, catalog))
+        router = ModelRouter(router_settings, tokenize, catalog, front, partial(engine_values, given, catalog))
+        router.own_routes = OllamaRoutes(router).routes()
+        return router
 
     router_settings = front_settings(settings)
     if not (settings.api_key or is_loopback(settings.host)):

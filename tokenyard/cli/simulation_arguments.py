@@ -25,7 +25,7 @@ from tokenyard.cli.kv_arguments import add_disagg_arguments, add_kv_store_argume
 from tokenyard.cli.session_arguments import add_session_arguments
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, load_profile
-from tokenyard.routing.policies import POLICY_NAMES, make_policy
+from tokenyard.routing.registry import POLICY_NAMES, make_policy
 from tokenyard.sim.engine.presets import preset, preset_names
 from tokenyard.sim.engine.speculation import Speculation
 from tokenyard.sim.fleet.fleet_settings import Fleet, read_fleet

@@ -15,7 +15,6 @@ from tokenyard.base import NS_PER_S, ConfigError, InvalidRequestError
 from tokenyard.base.durations import parse_keep_alive
 from tokenyard.multi_model.catalog import Catalog
 from tokenyard.multi_model.engine_process import EngineProcess
-from tokenyard.multi_model.ollama_routes import OllamaRoutes
 from tokenyard.multi_model.residency import LOADED, UNLOADED, Load, Residency, Unload, Usage, Yield
 from tokenyard.router.admin_routes import check_access
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
@@ -83,7 +82,6 @@ class ModelRouter(Router):
         self._closing = False
         for name in catalog:
             self._add(name)
-        self.own_routes = OllamaRoutes(self).routes()
 
     def _add(self, name: str) -> None:
         """Add a model, which is not loaded."""

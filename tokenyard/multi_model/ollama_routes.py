@@ -1,25 +1,23 @@
 """The paths of Ollama's API that are about models: list, show, ps, pull, copy and delete."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from tokenyard.base import ConfigError, InvalidRequestError
 from tokenyard.base.version import __version__
+from tokenyard.multi_model.model_router import ModelRouter
 from tokenyard.multi_model.residency import LOADED
 from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.dispatch_driver import Answer, OwnRoute
 from tokenyard.router.errors import RouterError
 from tokenyard.server.ollama.entries import list_entry, loaded_entry, shown
 
-if TYPE_CHECKING:
-    from tokenyard.multi_model.model_router import ModelRouter
-
 
 class OllamaRoutes:
     """Answers them for the models of a router."""
 
-    def __init__(self, router: "ModelRouter") -> None:
+    def __init__(self, router: ModelRouter) -> None:
         self._router, self._catalog = router, router.catalog
 
     def routes(self) -> dict[str, OwnRoute]:

@@ -15,7 +15,8 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, Reque
 
 from tokenyard.on_ray.replica_listeners import replicas_changed
 from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
-from tokenyard.routing.policies import DEFAULT_POLICY, RequestFeatures, make_policy, prefix_key, text_key
+from tokenyard.routing.policies import RequestFeatures, prefix_key, text_key
+from tokenyard.routing.registry import DEFAULT_POLICY, make_policy
 
 BYTES_PER_TOKEN = 4
 SESSION_HEADER = b"x-session-id"

@@ -22,8 +22,9 @@ from tokenyard.router.router_sync import RouterSync
 from tokenyard.router.workers import HttpTarget, HttpWorker, HttpWorkers
 from tokenyard.routing.dispatch import NEVER_NS, Action, Choice, Dispatcher, PendingRequest, Refuse, Send
 from tokenyard.routing.load import DispatchedRequest
-from tokenyard.routing.policies import PolicyOptions, make_policy
+from tokenyard.routing.policies import PolicyOptions
 from tokenyard.routing.prefix_index import PrefixIndex
+from tokenyard.routing.registry import make_policy
 from tokenyard.routing.tenant_limits import KeyUsage
 
 log = logging.getLogger(__name__)

@@ -10,14 +10,8 @@ from tokenyard.base import ConfigError
 from tokenyard.base.declare import USER_CLASS, check_declared, check_rules, setting
 from tokenyard.base.ranges import ANY_COUNT, MAX_SECONDS, POSITIVE_COUNT, SHARE, NumberRange
 from tokenyard.routing.dispatch_settings import DispatchSettings
-from tokenyard.routing.policies import (
-    BALANCE_ABS_THRESHOLD,
-    BALANCE_REL_THRESHOLD,
-    CACHE_THRESHOLD,
-    DEFAULT_POLICY,
-    POLICY_NAMES,
-    KvUsage,
-)
+from tokenyard.routing.policies import BALANCE_ABS_THRESHOLD, BALANCE_REL_THRESHOLD, CACHE_THRESHOLD, KvUsage
+from tokenyard.routing.registry import DEFAULT_POLICY, POLICY_NAMES
 
 POLICY_CHOICES = (*POLICY_NAMES, USER_CLASS)
 

@@ -11,8 +11,9 @@ from tokenyard.base.blocks import BLOCK_TOKENS, root_digest
 from tokenyard.base.sessions import tenant_session
 from tokenyard.policy.tenant_limits import ranks_of_tenant
 from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
-from tokenyard.routing.policies import RequestFeatures, make_policy, prompt_key
+from tokenyard.routing.policies import RequestFeatures, prompt_key
 from tokenyard.routing.prefix_index import PrefixIndex, Prompt, token_prompt
+from tokenyard.routing.registry import make_policy
 
 LOAD_BALANCE_METHODS = ("predicted_ttft", "cache_aware", "shortest_queue", "total_tokens", "round_robin")
 INDEX_BYTES = 1 << 28

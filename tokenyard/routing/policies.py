@@ -8,19 +8,16 @@ A policy sees the features of the request and the state of each target (`routing
 index: the caller looks up how much of the prompt each target should hold and passes it as a feature.
 """
 
-import difflib
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
 from typing_extensions import override
 
-from tokenyard.base import ConfigError
 from tokenyard.routing.load import TargetLoad
 
 CACHE_THRESHOLD = 0.3
@@ -540,58 +537,3 @@ class SessionAffinity(RoutePolicy):
         self._homes[home.target] -= 1
         if not self._homes[home.target]:
             del self._homes[home.target]
-
-
-POLICIES: dict[str, Callable[[PolicyOptions], RoutePolicy]] = {
-    kind.name: kind
-    for kind in (
-        PredictedTtft,
-        LMetric,
-        CacheAware,
-        RoundRobin,
-        Random,
-        PowerOfTwo,
-        LeastLoad,
-        ShortestQueue,
-        TotalTokens,
-        KvUsage,
-        PrefixHash,
-        ConsistentHash,
-    )
-}
-DEFAULT_POLICY = PredictedTtft.name
-DEPRECATED_POLICIES = {"kv_room": KvUsage.name}
-"""Old names of policies, accepted for one more release."""
-
-POLICY_NAMES = (*POLICIES, *DEPRECATED_POLICIES)
-"""Every name that `make_policy` accepts."""
-
-
-def make_policy(
-    name: str,
-    options: PolicyOptions | None = None,
-    *,
-    sticky: bool = False,
-    failed: Callable[[str], None] | None = None,
-) -> RoutePolicy:
-    """The policy called `name`, behind `SessionAffinity` if `sticky`.
-
-    `module:Class` loads a user-defined policy; `failed` is called with the reason when it is replaced.
-    Warns (FutureWarning) about a deprecated name. Raises ConfigError for an unknown one, and suggests similar names.
-    """
-    if name in DEPRECATED_POLICIES:
-        current = DEPRECATED_POLICIES[name]
-        warnings.warn(f"router policy {name!r} is deprecated; use {current!r}", FutureWarning, stacklevel=2)
-        name = current
-    options = options or PolicyOptions()
-    if ":" in name:
-        from tokenyard.routing.user_policy import load_route_policy
-
-        policy = load_route_policy(name, options, failed)
-        return SessionAffinity(options, policy) if sticky else policy
-    if name not in POLICIES:
-        near = difflib.get_close_matches(name, POLICIES, n=2)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(POLICIES))}"
-        raise ConfigError(f"unknown router policy {name!r}; {hint}")
-    policy = POLICIES[name](options)
-    return SessionAffinity(options, policy) if sticky else policy

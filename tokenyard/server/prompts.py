@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from tokenyard.base import ContextLengthError, Int32Array, InvalidRequestError
 from tokenyard.server.engine_client import GenerateClient
-from tokenyard.server.http.generate import RequestContext
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.parse.output_style import OutputStyle
 from tokenyard.server.protocol import ChatRequest, CompletionRequest
 

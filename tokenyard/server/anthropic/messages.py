@@ -15,7 +15,8 @@ from tokenyard.base.sessions import split_user
 from tokenyard.engine.text.chat_messages import alternating
 from tokenyard.server.anthropic.client_tools import CLIENT_TOOLS
 from tokenyard.server.http.dialects import named_event
-from tokenyard.server.http.generate import AddDetails, CompletionOutput, RequestContext, add_cached_tokens_details
+from tokenyard.server.http.generate import AddDetails, CompletionOutput, add_cached_tokens_details
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.openai.chat_output import has_tool_calls
 from tokenyard.server.openai.completions import prepare_chat, write_answer
 from tokenyard.server.parse.argument_types import loads_lenient

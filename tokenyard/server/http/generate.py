@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,12 @@ from tokenyard.base import Finish, TokenLogprobs
 from tokenyard.engine.frontend.input_processor import level_name
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.streams import Reader
-from tokenyard.server.engine_client import GenerateClient
 from tokenyard.server.http.errors import failure
 from tokenyard.server.http.prompt_history import CacheReport
-from tokenyard.server.http.streaming import HttpResponse
-from tokenyard.server.http.turns import Turn, read_turn
+from tokenyard.server.http.request_context import RequestContext
+from tokenyard.server.http.turns import read_turn
 from tokenyard.server.native.explain import stages_ms, wall_s
-from tokenyard.server.parse.output_style import OutputReader, ParserOptions
-from tokenyard.server.state import ServerState
+from tokenyard.server.parse.output_style import OutputReader
 
 FIRST_VERSION = "default"
 """SGLang's name for the weights that the server started with."""
@@ -30,39 +28,6 @@ OnDelta = Callable[[int, OutputDelta], None]
 
 AddDetails = Callable[[dict[str, Any], "CompletionOutput"], None]
 """Adds to a usage object what is known of an answer."""
-
-
-@dataclass(slots=True)
-class RequestContext:
-    """An HTTP request being handled.
-
-    state: the server's state.
-    manager: the engine.
-    body: the whole body.
-    headers: by lower-case name.
-    reply: the response to write.
-    tenant: the tenant whose API key the request carries, here or at the router, "" for none.
-    messages, tools: the conversation and its tools, [] for a prompt that is none.
-    reading: how the answer to a conversation is parsed, None for plain text.
-    turn: the turn of a session that the request is; None before its answers are begun.
-    first_rid: the id of its first request, "" before that is begun.
-    ended: the requests whose answers have ended by themselves, each with its tenant.
-    age_ns: the time it spent at the router.
-    """
-
-    state: ServerState
-    manager: GenerateClient
-    body: bytes
-    headers: Mapping[str, str]
-    reply: HttpResponse
-    tenant: str = ""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    reading: ParserOptions | None = None
-    turn: Turn | None = None
-    first_rid: str = ""
-    ended: dict[str, str] = field(default_factory=dict)
-    age_ns: int = 0
 
 
 @dataclass(slots=True)

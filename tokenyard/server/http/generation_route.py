@@ -8,7 +8,7 @@ from tokenyard.base.fleet_headers import AGE_HEADER, TENANT_HEADER, read_age_ns
 from tokenyard.server.http.api_keys import TENANT
 from tokenyard.server.http.dialects import dialect_of
 from tokenyard.server.http.errors import check_encoding, internal_error
-from tokenyard.server.http.generate import RequestContext
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.http.streaming import (
     DIRECT,
     ClientGoneError,

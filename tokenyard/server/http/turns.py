@@ -2,8 +2,7 @@
 
 import contextlib
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -11,9 +10,7 @@ from tokenyard.base import NS_PER_S, TurnEnded
 from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.base.sessions import derived_session, named_session, turn_of
 from tokenyard.server.http.large_bodies import run_off_loop
-
-if TYPE_CHECKING:
-    from tokenyard.server.http.generate import RequestContext
+from tokenyard.server.http.request_context import RequestContext, Turn
 
 DEFAULT_TTL_S = 300
 """Seconds that `cache_control` without a `ttl` asks for, as in Anthropic's API."""
@@ -44,28 +41,12 @@ class _TurnFields(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_TurnFields)
 
 
-@dataclass(slots=True)
-class Turn:
-    """One turn of a session.
-
-    session: the session, "" for none.
-    index: its index in the session, from 0.
-    ttl_ns: how long its KV is asked to be kept, -1 for not said.
-    wants_details: whether the usage is to say why its prompt was cached as far as it was.
-    """
-
-    session: str = ""
-    index: int = 0
-    ttl_ns: int = -1
-    wants_details: bool = False
-
-
-async def read_turn(call: "RequestContext") -> Turn:
+async def read_turn(call: RequestContext) -> Turn:
     """The turn that a request is. Values of the wrong type count as absent."""
     return await run_off_loop(call.body, lambda: _read(call))
 
 
-def _read(call: "RequestContext") -> Turn:
+def _read(call: RequestContext) -> Turn:
     try:
         found = _DECODER.decode(call.body)
     except DECODE_ERRORS:  # no object, as of a request that is resumed
@@ -101,7 +82,7 @@ def _seconds(text: Any) -> int:
     return int(found[1]) * UNIT_S[found[2]] if found else -1
 
 
-def end_turn(call: "RequestContext") -> None:
+def end_turn(call: RequestContext) -> None:
     """Tell the engine how the answers ended that were turns of a session."""
     turn = call.turn
     if turn is None or not turn.session:

@@ -9,15 +9,9 @@ import orjson
 from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, LogprobOptions
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.frontend.paused_requests import PausedRequests
-from tokenyard.server.http.generate import (
-    CompletionOutput,
-    RequestContext,
-    add_cached_tokens_details,
-    collect,
-    run,
-    weights_of_answer,
-)
+from tokenyard.server.http.generate import CompletionOutput, add_cached_tokens_details, collect, run, weights_of_answer
 from tokenyard.server.http.large_bodies import run_off_loop
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.http.streaming import DONE
 from tokenyard.server.openai.completions import begun_elsewhere
 from tokenyard.server.openai.disagg_params import set_kv_routes

@@ -10,7 +10,8 @@ import orjson
 
 from tokenyard.base import Int32Array, InvalidRequestError, LogprobOptions, SamplingParams, TokenLogprobs
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
-from tokenyard.server.http.generate import RequestContext, collect, usage_of
+from tokenyard.server.http.generate import collect, usage_of
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.openai.sampling_fields import new_generate_input
 from tokenyard.server.prompts import token_ids
 from tokenyard.server.protocol import SchedulingFields, parse_body

@@ -11,7 +11,8 @@ from fastapi import APIRouter
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.base.version import __version__
-from tokenyard.server.http.generate import CompletionOutput, RequestContext
+from tokenyard.server.http.generate import CompletionOutput
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.native.control_routes import Body, State
 from tokenyard.server.ollama.entries import capabilities, list_entry, loaded_entry, shown
 from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion, write_answer

@@ -12,7 +12,6 @@ from tokenyard.base import InvalidRequestError, LogprobOptions
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.server.http.generate import (
     CompletionOutput,
-    RequestContext,
     add_cached_tokens_details,
     collect,
     run,
@@ -21,6 +20,7 @@ from tokenyard.server.http.generate import (
     usage_so_far,
 )
 from tokenyard.server.http.large_bodies import run_off_loop
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.http.streaming import DONE, ChunkWriter, closing_event, with_token_ids
 from tokenyard.server.openai.chat_output import (
     chat_deltas,

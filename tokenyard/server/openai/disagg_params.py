@@ -12,7 +12,7 @@ from typing import Any
 from tokenyard.base import InvalidRequestError
 from tokenyard.base.request import BootstrapInfo
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
-from tokenyard.server.http.generate import RequestContext
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.protocol import DisaggFields
 
 SNAPSHOT_TIMEOUT_S = 0.05

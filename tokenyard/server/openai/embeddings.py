@@ -16,7 +16,8 @@ import orjson
 
 from tokenyard.base import Finish, Int32Array, InvalidRequestError, Pooling, SamplingParams, TokenyardError
 from tokenyard.engine.frontend.io_struct import GenerateReqInput
-from tokenyard.server.http.generate import RequestContext, collect
+from tokenyard.server.http.generate import collect
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.openai.sampling_fields import new_generate_input
 from tokenyard.server.prompts import split_prompts
 from tokenyard.server.protocol import SchedulingFields, parse_body

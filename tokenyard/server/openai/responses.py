@@ -12,7 +12,8 @@ import orjson
 from tokenyard.base import ContextLengthError, InvalidRequestError
 from tokenyard.base.response_ids import new_response_id
 from tokenyard.server.http.dialects import named_event
-from tokenyard.server.http.generate import AddDetails, CompletionOutput, RequestContext, add_cached_tokens_details
+from tokenyard.server.http.generate import AddDetails, CompletionOutput, add_cached_tokens_details
+from tokenyard.server.http.request_context import RequestContext
 from tokenyard.server.openai.chat_output import reasoning_tokens
 from tokenyard.server.openai.compaction import (
     ASK_FOR_SUMMARY,

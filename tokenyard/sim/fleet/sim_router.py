@@ -13,8 +13,9 @@ from tokenyard.base.sessions import tenant_session
 from tokenyard.routing.balance import Assignment
 from tokenyard.routing.dispatch import Action, Dispatcher, PendingRequest, Refuse, RequestFacts, Send
 from tokenyard.routing.dispatch_settings import DispatchSettings
-from tokenyard.routing.policies import KEY_BYTES, PolicyOptions, make_policy, prefix_key, splitmix64
+from tokenyard.routing.policies import KEY_BYTES, PolicyOptions, prefix_key, splitmix64
 from tokenyard.routing.prefix_index import BlockHashTranslator, PrefixIndex, Prompt, token_prompt
+from tokenyard.routing.registry import make_policy
 from tokenyard.routing.workers import DECODE, Target, Worker, Workers
 from tokenyard.sim.fleet.dp_ranks import EngineRanks, limits_rank, refused
 from tokenyard.sim.fleet.fleet_settings import Fleet

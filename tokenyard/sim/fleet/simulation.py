@@ -25,7 +25,7 @@ from tokenyard.base import (
 from tokenyard.base.version import __version__
 from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.adaptive import AdaptivePolicy
-from tokenyard.routing.policies import make_policy
+from tokenyard.routing.registry import make_policy
 from tokenyard.sim.engine.adaptive_driver import AdaptiveDriver
 from tokenyard.sim.engine.sim_scheduler import NEVER_NS, SimExecutor, SimScheduler, StepObserver
 from tokenyard.sim.engine.speculation import SimDrafter

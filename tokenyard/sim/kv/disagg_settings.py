@@ -7,7 +7,8 @@ from tokenyard.base import ConfigError
 from tokenyard.cost import Link
 from tokenyard.disagg.protocol import Timeouts
 from tokenyard.kv_store.machine import PREFETCH_POLICIES, KvStoreLimits
-from tokenyard.routing.policies import DEFAULT_POLICY, KvUsage, make_policy
+from tokenyard.routing.policies import KvUsage
+from tokenyard.routing.registry import DEFAULT_POLICY, make_policy
 
 GB = 10**9
 LIMITS = KvStoreLimits()
