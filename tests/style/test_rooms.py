@@ -86,7 +86,7 @@ def test_the_table_names_the_folders_of_the_package():
     folders = {path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))}
     assert folders <= set(MAY_IMPORT)
     assert {name for name in MAY_IMPORT if not (PACKAGE / name.replace(".", "/")).is_dir()} == {
-        *("executor.mock", "kv_store.machine", "multi_model.residency", "progress", "wiring", "offline", "local")
+        *("executor.mock", "kv_store.machine", "multi_model.residency", "progress", "wiring", "local")
     }
     assert {"base", "scheduler", "sim", "routing"} <= PURE
 

@@ -1,182 +1,48 @@
-"""Generation without a server: `LLM` runs an engine in this process, behind the server's `TokenizerManager`."""
+"""`LLM`: an engine in this process, behind the server's `TokenizerManager`."""
 
 import asyncio
 import atexit
 import os
 import threading
-import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 from tokenizers import Tokenizer
 
 from tokenyard import base
 from tokenyard.base import (
-    NS_PER_S,
     ConfigError,
     EngineDeadError,
     ExecutorInfo,
-    Finish,
-    FinishReason,
-    Int32Array,
     InvalidRequestError,
     LogprobOptions,
-    OverloadedError,
     SessionEnded,
-    TokenLogprobs,
     TurnEnded,
 )
-from tokenyard.base.sessions import derived_session, named_session, short_session, turn_of
+from tokenyard.base.sessions import short_session
 from tokenyard.config import Settings
-from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.engine.frontend.io_struct import OutputDelta
 from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
 from tokenyard.engine.processes.child import set_library_environment
 from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.in_process import engine_in_process
+from tokenyard.offline.generation import Conversation, Generation, Prompt, as_prompts, each
+from tokenyard.offline.request import Request, make_request, no_answer, prepare, read_messages
+from tokenyard.offline.sampling_params import Params, SamplingParams, without_none
 from tokenyard.progress import follow
-from tokenyard.server.http.turns import ttl_ns
 from tokenyard.server.native.score import label_scores
-from tokenyard.server.openai.chat_output import chat_message
-from tokenyard.server.openai.completions import chat_logprob_options
 from tokenyard.server.openai.embeddings import Vectors, pooling_of, shortened, unit_vectors
-from tokenyard.server.openai.sampling_fields import new_generate_input, parse_text_options, refuse_unsupported
-from tokenyard.server.openai.structured_outputs import grammar_text
-from tokenyard.server.openai.tool_choice import chat_grammar, tool_use
-from tokenyard.server.parse.events import ParsedMessage
-from tokenyard.server.parse.output_style import OutputStyle, ParserOptions
-from tokenyard.server.prompts import chat_prompt, predicted_text
-from tokenyard.server.protocol import (
-    ChatRequest,
-    ConstraintFields,
-    SchedulingFields,
-    SessionFields,
-    StructuredOutputFields,
-    TemplateFields,
-    UnsupportedFields,
-    from_fields,
-)
+from tokenyard.server.parse.output_style import OutputStyle
 from tokenyard.wiring import engine_config, server_options, with_model_folder
-
-Conversation = Sequence[Mapping[str, Any]]
-"""Messages of role and content, for the model's chat template."""
-
-Prompt = str | Sequence[int] | Conversation
-Params = base.SamplingParams | Mapping[str, Any] | None
-"""Sampling params, or their fields as a dict; None for the model's defaults."""
 
 T = TypeVar("T")
 
-
-_SAMPLING_FIELDS = {item.name for item in fields(base.SamplingParams)}
-_OF_HTTP = (
-    *(SchedulingFields, SessionFields, ConstraintFields, StructuredOutputFields, TemplateFields),
-    UnsupportedFields,
-)
-REQUEST_FIELDS = {item.name for kind in _OF_HTTP for item in fields(kind)} | {
-    *("logprobs", "top_logprobs", "skip_special_tokens", "no_stop_trim", "include_stop_str_in_output", "prediction"),
-    *("parallel_tool_calls", "separate_reasoning"),
-}
-"""Fields of an HTTP body that `LLM` takes besides those of `base.SamplingParams`."""
-
-
-@dataclass(init=False)
-class SamplingParams(base.SamplingParams):
-    """How tokens are sampled and when to stop: the fields of `base.SamplingParams`, in the forms a caller may give.
-
-    `max_tokens` and `min_tokens` are other names for `max_new_tokens` and `min_new_tokens`, and `stop` may be a single
-    string. A field that is None counts as not given. Without a `seed` each request draws one, so that equal prompts get
-    different answers unless sampling is greedy.
-
-    others: further fields of a request, with the names and values that they have over HTTP: `REQUEST_FIELDS`, such as
-        json_schema, regex, structured_outputs, tools, logprobs, priority or session_id.
-    """
-
-    others: dict[str, Any] = field(default_factory=dict)
-
-    def __init__(
-        self,
-        *,
-        max_tokens: int | None = None,
-        min_tokens: int | None = None,
-        stop: str | Sequence[str] | None = (),
-        seed: int | None = None,
-        others: Mapping[str, Any] | None = None,
-        **given: Any,
-    ) -> None:
-        """Raises TypeError for a field that does not exist."""
-        if unknown := (given.keys() - _SAMPLING_FIELDS | (others or {}).keys()) - REQUEST_FIELDS:
-            raise TypeError(f"there is no sampling parameter or request field {min(unknown)!r}")
-        given = _stated(given)
-        given |= {"max_new_tokens": max_tokens} if max_tokens is not None else {}
-        given |= {"min_new_tokens": min_tokens} if min_tokens is not None else {}
-        own = {name: given.pop(name) for name in _SAMPLING_FIELDS & given.keys()}
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
-        super().__init__(stop=stops, seed=seed, **own)  # type: ignore[arg-type]
-        self.others = {**(others or {}), **given}
-
-
 EACH = ("priority", "rid", "session_id")
 """Fields that methods of `LLM` also take as a list, with one value for each prompt."""
-
-
-@dataclass(slots=True)
-class Completion:
-    """One answer (vLLM's `CompletionOutput`).
-
-    finish_reason: stop, length or abort.
-    matched: the token or string that stopped it.
-    logprobs: those of its tokens, if they were asked for.
-    message: the assistant's message as the chat API has it, with reasoning and tool calls apart from the content; None
-        unless the conversation has tools or `separate_reasoning`.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason = "abort"
-    matched: int | str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    message: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
-class Generation:
-    """All answers to one prompt (vLLM's `RequestOutput`).
-
-    latency_s: seconds from submission to the end of the last answer.
-    finish: how the last answer ended, as the engine says it.
-    """
-
-    prompt: Prompt
-    completions: list[Completion]
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    latency_s: float = 0.0
-    finish: Finish | None = field(default=None, repr=False)
-
-    @property
-    def text(self) -> str:
-        """Text of the first answer."""
-        return self.completions[0].text
-
-    def add(self, delta: OutputDelta) -> None:
-        """Apply an update of one answer. Raises InvalidRequestError or OverloadedError if the answer was refused."""
-        answer, finish = self.completions[delta.index], delta.finish
-        answer.text += delta.text
-        answer.token_ids += delta.token_ids
-        answer.logprobs += delta.logprobs
-        if finish is None:
-            return
-        if finish.reason == "abort" and finish.cause not in ("", "cancelled"):
-            raise InvalidRequestError(finish.message) if finish.cause == "invalid" else OverloadedError(finish.message)
-        self.finish = finish
-        answer.finish_reason, answer.matched = finish.reason, finish.matched
-        self.prompt_tokens, self.cached_tokens = finish.prompt_tokens, finish.cached_tokens
-        self.latency_s = max(self.latency_s, (finish.finished_ns - finish.arrival_ns) / NS_PER_S)
 
 
 class LLM:
@@ -278,7 +144,7 @@ class LLM:
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Sampling parameters with the model's defaults, overridden by the `given` fields of `SamplingParams`."""
-        return SamplingParams(**{**self._options.default_sampling, **_stated(given)})
+        return SamplingParams(**{**self._options.default_sampling, **without_none(given)})
 
     def generate(
         self,
@@ -336,17 +202,17 @@ class LLM:
 
         Raises InvalidRequestError for a prompt that cannot run.
         """
-        request = self._request(prompt, self._params(sampling_params, sampling), lora_path, stream=True)
+        request = make_request(prompt, self._params(sampling_params, sampling), lora_path, self._options, stream=True)
         deltas = self._manager.generate(request.spec)
-        generation = _no_answer(request)
+        generation = no_answer(request)
 
         async def following() -> OutputDelta | None:
-            await self._prepare(request)
+            await prepare(request, self._manager, self._style)
             return await anext(deltas, None)
 
         async def close() -> None:
             await deltas.aclose()
-            _read_messages(request, generation)
+            read_messages(request, generation)
             self._end_turn(request, generation)
 
         try:
@@ -369,11 +235,11 @@ class LLM:
 
         Raises InvalidRequestError for a value that is not a prompt; any other error is raised by the prompt's future.
         """
-        many = _as_prompts(prompts)
-        params = _each(sampling_params, len(many), "sampling params")
-        adapters = _each(lora_path, len(many), "entries of lora_path")
+        many = as_prompts(prompts)
+        params = each(sampling_params, len(many), "sampling params")
+        adapters = each(lora_path, len(many), "entries of lora_path")
         own = {
-            name: _each(value, len(many), f"entries of {name}")
+            name: each(value, len(many), f"entries of {name}")
             for name in EACH
             if (value := sampling.pop(name, None)) is not None
         }
@@ -384,7 +250,7 @@ class LLM:
         requests = []
         for place, prompt in enumerate(many):
             given = {**sampling, **{name: values[place] for name, values in own.items()}}
-            requests.append(self._request(prompt, self._params(params[place], given), adapters[place]))
+            requests.append(make_request(prompt, self._params(params[place], given), adapters[place], self._options))
         return [self.run(self._answer(request)) for request in requests]
 
     def embed(
@@ -400,12 +266,14 @@ class LLM:
         pooling: last or mean.
         dimensions: how many of its first values are kept, None for all.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         if not len(many):
             raise InvalidRequestError("prompts must not be empty", param="prompts")
-        adapters = _each(lora_path, len(many), "entries of lora_path")
+        adapters = each(lora_path, len(many), "entries of lora_path")
         params = SamplingParams(max_new_tokens=0, temperature=0.0)
-        requests = [self._request(prompt, params, adapter) for prompt, adapter in zip(many, adapters, strict=True)]
+        requests = [
+            make_request(prompt, params, adapter, self._options) for prompt, adapter in zip(many, adapters, strict=True)
+        ]
         for request in requests:
             request.spec.pooling = pooling_of(pooling)
         answers = _results([self.run(self._answer(request)) for request in requests])
@@ -438,7 +306,7 @@ class LLM:
         pairs = [(item, query) if item_first else (query, item) for item in each]
         prompts = [a + b if isinstance(a, str) else [*a, *b] for a, b in pairs]  # type: ignore[operator]
         params = SamplingParams(max_new_tokens=1, temperature=0.0)
-        requests = [self._request(prompt, params, lora_path) for prompt in prompts]
+        requests = [make_request(prompt, params, lora_path, self._options) for prompt in prompts]
         for request in requests:
             request.spec.logprobs = LogprobOptions(output=True, token_ids=list(label_token_ids))
         answers = _results([self.run(self._answer(request)) for request in requests])
@@ -485,47 +353,21 @@ class LLM:
             raise EngineDeadError("the LLM was closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _answer(self, request: "_Request") -> Generation:
+    async def _answer(self, request: Request) -> Generation:
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
-        generation = _no_answer(request)
-        await self._prepare(request)
+        generation = no_answer(request)
+        await prepare(request, self._manager, self._style)
         async with aclosing(self._manager.generate(request.spec)) as deltas:
             async for delta in deltas:
                 generation.add(delta)
-        _read_messages(request, generation)
+        read_messages(request, generation)
         self._end_turn(request, generation)
         return generation
 
-    async def _prepare(self, request: "_Request") -> None:
-        """Render the prompt of a conversation, and read the constraints. Does nothing the second time."""
-        spec, body, style = request.spec, request.body, self._style
-        if request.prepared:
-            return
-        request.prepared = True
-        if not body.messages:
-            if body.tools:
-                raise InvalidRequestError("tools need a conversation: a list of messages as prompt", param="tools")
-            spec.grammar = grammar_text(body, style)
-            return
-        use = tool_use(body)
-        spec.text = await chat_prompt(self._manager, body, style)
-        spec.add_special_tokens = False
-        spec.grammar = chat_grammar(body, use, style, spec.text)
-        if body.tools or body.separate_reasoning:
-            request.reading = style.reading(
-                spec.text,
-                use.functions,
-                reasoning=body.separate_reasoning is not False,
-                forced=use.forced,
-                parallel=use.parallel,
-            )
-        if request.reading is not None:
-            spec.text_options.keep_ids = style.keep_ids
-
-    def _end_turn(self, request: "_Request", generation: Generation) -> None:
+    def _end_turn(self, request: Request, generation: Generation) -> None:
         """Tell the engine how an answer ended that is a turn of a session."""
         spec, finish = request.spec, generation.finish
         if spec.session and finish is not None and finish.complete:
@@ -539,100 +381,7 @@ class LLM:
         if not isinstance(params, base.SamplingParams):
             raise InvalidRequestError(f"sampling params must be SamplingParams or a dict, not {type(params).__name__}")
         stated = {item.name: getattr(params, item.name) for item in fields(params)}
-        return SamplingParams(**{**stated, **_stated(given)})
-
-    def _request(
-        self, prompt: Prompt, params: base.SamplingParams, adapter: str | None, *, stream: bool = False
-    ) -> "_Request":
-        """The request for the engine; `_prepare` completes it. Raises InvalidRequestError."""
-        stated = {item.name: getattr(params, item.name) for item in fields(base.SamplingParams)}
-        bias, seed = stated["logit_bias"], stated.pop("seed")
-        if not isinstance(bias, Mapping):
-            raise InvalidRequestError("logit_bias must map token ids to numbers", param="logit_bias")
-        if not isinstance(seed, int | np.integer | None):
-            raise InvalidRequestError("seed must be a whole number", param="seed")
-        stated["logit_bias"] = {_whole(token): value for token, value in bias.items()}
-        others = params.others if isinstance(params, SamplingParams) else {}
-        try:
-            sampling = msgspec.convert(stated, base.SamplingParams)
-        except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"a sampling parameter has the wrong type: {error}") from error
-        messages = [dict(message) for message in prompt] if _is_conversation(prompt) else []  # type: ignore[arg-type]
-        body = _chat_body(others, messages, sampling)
-        refuse_unsupported(body)
-        spec = new_generate_input(body, {}, self._options.class_targets)
-        spec.rid = spec.rid or uuid.uuid4().hex
-        spec.sampling, spec.lora = sampling, adapter or ""
-        spec.seed = None if seed is None else int(seed)
-        keep_stop, interval = bool(body.include_stop_str_in_output), self._options.stream_interval
-        spec.text_options = parse_text_options(body, stream=stream, stream_interval=interval, keep_stop=keep_stop)
-        spec.logprobs = chat_logprob_options(body)
-        if self._options.speculative_algorithm != "none":
-            spec.prediction = predicted_text(body.prediction)
-        spec.session = named_session(others, lambda _: None) or derived_session(messages)
-        spec.turn = turn_of(messages) if spec.session else 0
-        if isinstance(prompt, str):
-            spec.text = prompt
-        elif not messages:
-            spec.input_ids = _token_ids(prompt)
-        markers = msgspec.json.encode({"cache_control": body.cache_control}) if body.cache_control else b""
-        return _Request(prompt, spec, body, ttl_ns(markers, body.prompt_cache_retention))
-
-
-@dataclass(slots=True)
-class _Request:
-    """One request of an `LLM`.
-
-    prompt: as the caller gave it.
-    spec: what the engine is asked for.
-    body: its fields as in a body over HTTP; without messages if the prompt is no conversation.
-    ttl_ns: how long its KV is asked to be kept, -1 for not said.
-    reading: how its answers are parsed, None if they are not.
-    prepared: whether `spec` is complete.
-    """
-
-    prompt: Prompt
-    spec: GenerateReqInput
-    body: ChatRequest
-    ttl_ns: int
-    reading: ParserOptions | None = None
-    prepared: bool = False
-
-
-def _chat_body(others: Mapping[str, Any], messages: list[dict[str, Any]], sampling: base.SamplingParams) -> ChatRequest:
-    """The fields of a request as an HTTP body has them. vLLM's `logprobs` is a number, OpenAI's says whether."""
-    given = {**others, "messages": messages, "ignore_eos": sampling.ignore_eos}
-    top = given.get("logprobs")
-    if type(top) is int:
-        given |= {"logprobs": True, "top_logprobs": top}
-    return from_fields(given, ChatRequest)
-
-
-def _whole(token: Any) -> Any:
-    """A token id, which JSON has as a string, as a number; anything else as it is."""
-    return int(token) if isinstance(token, str) and token.isdecimal() else token
-
-
-def _stated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are given."""
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _read_messages(request: _Request, generation: Generation) -> None:
-    """Put the message into each answer of a conversation that has tools, or whose reasoning is to be separate."""
-    if not request.body.messages or not (request.body.tools or request.body.separate_reasoning):
-        return
-    for answer in generation.completions:
-        message = ParsedMessage(answer.text)
-        if request.reading is not None:
-            reader = request.reading.reader()
-            reader.feed(answer.text, last=True)
-            message = reader.message
-        answer.message = chat_message(message)
-
-
-def _no_answer(request: _Request) -> Generation:
-    return Generation(request.prompt, [Completion() for _ in range(request.spec.sampling.n)])
+        return SamplingParams(**{**stated, **without_none(given)})
 
 
 def _results(
@@ -648,35 +397,3 @@ def _results(
     finally:
         for future in futures:
             future.cancel()
-
-
-def _each(value: Any, count: int, what: str) -> Sequence[Any]:
-    """One value for each prompt, from a sequence of them or one for all. Raises InvalidRequestError for too few."""
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidRequestError(f"{len(value)} {what} for {count} prompts")
-    return value
-
-
-def _is_conversation(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(item, Mapping) for item in prompt)
-
-
-def _token_ids(prompt: Any) -> Int32Array:
-    """A prompt as token ids. Raises InvalidRequestError for anything else."""
-    try:
-        ids = np.asarray(prompt)
-    except ValueError:  # lists of several lengths
-        ids = np.asarray(None)
-    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise InvalidRequestError("a prompt must be a text, a list of token ids or a list of messages")
-    return ids
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt or several, as a list of prompts."""
-    several = hasattr(prompts, "__len__") and not isinstance(prompts, str)
-    if not several or (len(prompts) and isinstance(prompts[0], int | np.integer | Mapping)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
