@@ -6,6 +6,11 @@ import zlib
 from collections import Counter, defaultdict
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Tests share the cores with each other and with servers: how long an example takes says nothing.
+settings.register_profile("shared-cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-cores")
 
 STARTED = pytest.StashKey[float]()
 CPU_S = "cpu_s"
