@@ -18,14 +18,23 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.05
 SWEEP_S = 60.0
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
+NO_ROOM_S = 0.5
+"""When the lines of a batch are tried again after there was nothing free for one."""
+
 TRY_AGAIN = (408, 429, 502, 503, 504)
 """Statuses of a server that is busy or restarts; the line is asked again."""
 
 OWN_FIELDS = ("priority", "service_tier", "deadline_ms", "slo", "rid", "request_id", "tenant")
 """Fields of a body that would change how urgent it is, or whose it is; a batch decides that."""
 
-Ask = Callable[[str, dict[str, str], bytes], Awaitable[tuple[int, bytes]]]
-"""Answers one request, given its path, headers and body: (status, body)."""
+Ask = Callable[[Batch, str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
+"""Answers a line of a batch, given the id of its request and its body: (status, body). Raises NoRoomError where nothing
+is free for it.
+"""
+
+
+class NoRoomError(Exception):
+    """A line cannot be answered now, as nothing is free for its model."""
 
 
 class Room(Protocol):
@@ -175,7 +184,8 @@ class BatchRunner:
     async def _start_lines(self) -> None:
         ready = [running for running in self._running.values() if running.left and self._clock() >= running.retry_s]
         ready.sort(key=lambda running: running.batch.expires_at)
-        free = await self._room.free(self.open_lines) if ready else 0
+        # A room also lets lines go on that it has held back, so it is asked until the last one has ended.
+        free = await self._room.free(self.open_lines) if ready or self.open_lines else 0
         for running in ready:
             while free > 0 and running.left:
                 place = running.left.pop()
@@ -189,8 +199,7 @@ class BatchRunner:
         try:
             content = await asyncio.to_thread(self._line, running, place)
             body = {name: value for name, value in content["body"].items() if name not in OWN_FIELDS}
-            headers = {"x-request-id": rid, "x-priority": "batch", "x-tokenyard-tenant": batch.tenant}
-            status, data = await self._ask(batch.endpoint, headers, orjson.dumps(body))
+            status, data = await self._ask(batch, rid, body)
             if status in TRY_AGAIN:
                 self._retry(running, place)
                 return
@@ -201,6 +210,9 @@ class BatchRunner:
             running.failures = 0
             batch.completed += answer.succeeded
             batch.failed += not answer.succeeded
+        except NoRoomError:
+            running.left.append(place)
+            running.retry_s = self._clock() + NO_ROOM_S
         except (OSError, ValueError) as error:
             logger.warning("batch %s: line %d is asked again: %s", batch.id, place + 1, error)
             self._retry(running, place)

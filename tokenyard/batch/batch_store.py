@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ import msgspec
 import orjson
 
 from tokenyard.base import InvalidRequestError
-from tokenyard.batch.file_store import Clock, FileStore, StoredFile, lines_of, write_whole
+from tokenyard.batch.file_store import OUTPUT, Clock, FileStore, StoredFile, lines_of, write_whole
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_OPEN_BATCHES = 100
@@ -50,6 +51,17 @@ class TooManyBatchesError(InvalidRequestError):
     code = "too_many_batches"
 
 
+@dataclass(kw_only=True)
+class BatchFields:
+    """The body of `POST /v1/batches`."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, Any] | None = None
+    output_expires_after: dict[str, Any] | None = None
+
+
 class BatchError(msgspec.Struct):
     """What is wrong with a line of the input; `line` counts from 1, None for the whole file."""
 
@@ -62,6 +74,7 @@ class BatchError(msgspec.Struct):
 class Batch(msgspec.Struct):
     """A batch. Times are Unix times, 0 for what has not happened.
 
+    models: those that its lines may name; empty for all.
     completed, failed: answered lines with and without success.
     """
 
@@ -74,6 +87,7 @@ class Batch(msgspec.Struct):
     expires_at: int
     status: Status = "validating"
     metadata: dict[str, str] | None = None
+    models: list[str] = []
     errors: list[BatchError] = []
     total: int = 0
     completed: int = 0
@@ -172,8 +186,8 @@ class BatchStore:
                 continue
             self._batches[batch.id] = batch
 
-    def create(self, tenant: str, fields: Any) -> Batch:
-        """Keep a new batch, whose lines are not checked yet.
+    def create(self, tenant: str, fields: BatchFields, models: Sequence[str] = ()) -> Batch:
+        """Keep a new batch, whose lines are not checked yet. models: those that they may name; empty for all.
 
         Raises InvalidRequestError for wrong fields, and TooManyBatchesError beyond `MAX_OPEN_BATCHES` of the tenant.
         """
@@ -200,6 +214,7 @@ class BatchStore:
             created_at=now,
             expires_at=now + seconds,
             metadata=metadata,
+            models=list(models),
         )
         # A batch still reads its input when it expires, to name the lines that have no answer.
         self._files.keep_until(file, batch.expires_at + KEEP_INPUT_S)
@@ -318,7 +333,7 @@ class BatchStore:
             return None
         data = b"".join(line + b"\n" for line in lines)
         name = f"{batch.id}_{kind}.jsonl"
-        file: StoredFile = self._files.new_file(batch.tenant, name, "batch_output", data, limited=False)
+        file: StoredFile = self._files.new_file(batch.tenant, name, OUTPUT, data)
         return file.id
 
     def _record(self, batch: Batch) -> Path:

@@ -1,5 +1,6 @@
 """Files that clients upload and batches write, on disk. A file belongs to a tenant, who alone can see it."""
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -109,40 +110,61 @@ class FileStore:
                 continue
             if self._data(record.id).is_file():
                 self._files[record.id] = record
-        for path in folder.glob("file-*.data"):
+        for path in (*folder.glob("file-*.data"), *folder.glob("file-*.part")):
             # An upload that never ended.
-            if path.stem not in self._files:
+            if path.suffix == ".part" or path.stem not in self._files:
                 path.unlink(missing_ok=True)
 
-    def new_file(
-        self, tenant: str, filename: str, purpose: str, data: bytes, age_s: int = DEFAULT_AGE_S, *, limited: bool = True
-    ) -> StoredFile:
-        """Keep a file. limited: whether it counts against what the tenant may keep.
-
-        Raises StorageFullError beyond that, and OSError if the disk does not take it.
+    def writer(self, tenant: str, *, limited: bool = True) -> "FileWriter":
+        """A new file of a tenant, which is there once its writer is closed. limited: whether it counts against what the
+        tenant may keep. Raises OSError.
         """
         self.sweep()
+        return FileWriter(self, tenant, limited=limited)
+
+    def new_file(self, tenant: str, filename: str, purpose: str, data: bytes, age_s: int = DEFAULT_AGE_S) -> StoredFile:
+        """Keep a file. Raises StorageFullError, and OSError if the disk does not take it."""
+        writer = self.writer(tenant, limited=purpose != OUTPUT)
+        try:
+            writer.write(data)
+            return writer.close(filename, purpose, age_s)
+        finally:
+            writer.discard()
+
+    def reserve(self, tenant: str, size: int) -> None:
+        """Count bytes that are about to be written. Raises StorageFullError beyond what the tenant may keep."""
         with self._lock:
             kept = (file.bytes for file in self._all() if file.tenant == tenant and file.purpose != OUTPUT)
             used = self._writing[tenant] + sum(kept)
-            if limited and used + len(data) > self._max_bytes:
-                taken = f"your files take {used} of {self._max_bytes} bytes"
-                raise StorageFullError(f"{taken}, and this one has {len(data)}; delete some", param="file")
-            self._writing[tenant] += len(data) * limited
-        now = int(self._clock())
-        file = StoredFile(f"file-{uuid.uuid4().hex}", tenant, filename, purpose, len(data), now, now + age_s)
+            if used + size > self._max_bytes:
+                what = f"your files may take {self._max_bytes} bytes, and this one does not fit; delete some"
+                raise StorageFullError(what, param="file")
+            self._writing[tenant] += size
+
+    def release(self, tenant: str, size: int) -> None:
+        """Undo `reserve`: the bytes are in a file, or are not kept."""
+        with self._lock:
+            self._writing[tenant] -= size
+            if not self._writing[tenant]:
+                del self._writing[tenant]
+
+    def add(self, file: StoredFile, scratch: Path) -> None:
+        """Keep a file whose content is written to `scratch`. Raises OSError."""
         try:
-            write_whole(self._data(file.id), data)
+            scratch.replace(self._data(file.id))
             write_whole(self._record(file.id), msgspec.json.encode(file))
         except OSError:
             self._data(file.id).unlink(missing_ok=True)
             raise
-        else:
-            self._files[file.id] = file
-        finally:
-            with self._lock:
-                self._writing -= Counter({tenant: len(data) * limited})
-        return file
+        self._files[file.id] = file
+
+    def now_s(self) -> int:
+        """The Unix time."""
+        return int(self._clock())
+
+    def scratch(self, name: str) -> Path:
+        """Where the content of a file is while it is written."""
+        return self._folder / f"{name}.part"
 
     def find(self, tenant: str, name: str) -> StoredFile | None:
         """A tenant's file; None if there is none of this id, or it has expired."""
@@ -188,6 +210,46 @@ class FileStore:
 
     def _record(self, name: str) -> Path:
         return self._folder / f"{name}.json"
+
+
+class FileWriter:
+    """A file while it is written, piece by piece. Used from one thread at a time; `discard` once at the end."""
+
+    def __init__(self, files: FileStore, tenant: str, *, limited: bool) -> None:
+        """Raises OSError."""
+        self._files, self._tenant, self._limited = files, tenant, limited
+        self._id = f"file-{uuid.uuid4().hex}"
+        self._scratch = files.scratch(self._id)
+        self._file = self._scratch.open("wb")
+        self._reserved = 0
+        self.size = 0
+        """Bytes written so far."""
+
+    def write(self, data: bytes) -> None:
+        """Append to the file. Raises StorageFullError, and OSError if the disk does not take it."""
+        if self._limited:
+            self._files.reserve(self._tenant, len(data))
+            self._reserved += len(data)
+        self._file.write(data)
+        self.size += len(data)
+
+    def close(self, filename: str, purpose: str, age_s: int = DEFAULT_AGE_S) -> StoredFile:
+        """Keep the file. Raises OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        now = self._files.now_s()
+        file = StoredFile(self._id, self._tenant, filename, purpose, self.size, now, now + age_s)
+        self._files.add(file, self._scratch)
+        return file
+
+    def discard(self) -> None:
+        """Give back what it holds; the file is gone unless it was closed."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._scratch.unlink(missing_ok=True)
+        if self._reserved:
+            self._files.release(self._tenant, self._reserved)
+            self._reserved = 0
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -336,17 +336,6 @@ class PauseRequest:
 
 
 @dataclass(kw_only=True)
-class CreateBatch:
-    """`POST /v1/batches`."""
-
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[str, Any] | None = None
-    output_expires_after: dict[str, Any] | None = None
-
-
-@dataclass(kw_only=True)
 class UpdateWeightsFromDisk:
     """`POST /update_weights_from_disk`.
 

@@ -133,7 +133,7 @@ def create_app(state: ServerState) -> ASGIApp:
     api.state.batches = None
     if options.file_storage_path:
         max_bytes = int(options.max_file_storage_mb * 1_000_000)
-        api.state.batches = batches.Batches(Path(options.file_storage_path).expanduser(), max_bytes, app, state)
+        api.state.batches = batches.make_batches(Path(options.file_storage_path).expanduser(), max_bytes, app, state)
     if options.api_key or options.admin_api_key or options.tenant_keys:
         app = Authentication(
             app,

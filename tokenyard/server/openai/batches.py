@@ -7,36 +7,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import FileResponse
 from starlette.types import ASGIApp
 
-from tokenyard.base import InvalidRequestError, OverloadedError
 from tokenyard.base.fleet_headers import TENANT_HEADER
-from tokenyard.batch.batch_runner import BatchRunner
-from tokenyard.batch.batch_store import OPEN, Batch, BatchStore
-from tokenyard.batch.file_store import (
-    DEFAULT_AGE_S,
-    MAX_AGE_S,
-    MAX_FILE_BYTES,
-    MIN_AGE_S,
-    FileStore,
-    StoredFile,
-    lock_folder,
-)
+from tokenyard.batch.batch_api import BATCHES_A_PAGE, FLAG, MAX_FILES_A_PAGE, BatchApi
+from tokenyard.batch.batch_store import Batch, BatchFields
+from tokenyard.batch.upload import UploadStream
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.server.engine_client import ControlClient
 from tokenyard.server.http.api_keys import TENANT
 from tokenyard.server.http.errors import HttpError
-from tokenyard.server.http.multipart import FormPart, parse_form
-from tokenyard.server.http.streaming import read_body
-from tokenyard.server.protocol import CreateBatch, parse
+from tokenyard.server.http.streaming import ClientGoneError, read_body
+from tokenyard.server.protocol import parse
 from tokenyard.server.state import ServerState
-
-FLAG = "--file-storage-path"
-PURPOSES = ("batch",)
-FORM_BYTES = 1_000_000
-"""What a form may have beyond its file."""
 
 DEFAULT_ROWS = 256
 LINES_AT_ONCE = 16
@@ -58,24 +44,15 @@ HOLD_ALL_S = 0.2
 router = APIRouter(prefix="/v1")
 
 
-class Batches:
-    """The files and batches of a server."""
+class AskApp:
+    """Answers lines of batches by the server's own routes."""
 
-    def __init__(self, folder: Path, max_bytes: int, app: ASGIApp, state: ServerState) -> None:
-        """Raises ConfigError for a folder that cannot be used."""
-        self._lock = lock_folder(folder, FLAG)
-        self.files = FileStore(folder / "files", max_bytes)
-        self.store = BatchStore(folder / "batches", self.files)
-        self._room = SpareRoom(state)
-        state.observer_factories.append(self._room.observe)
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self.runner = BatchRunner(self.store, self._ask, self._room)
-        state.on_ready.append(self.runner.start)
 
-    async def _ask(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-        """Answer a line by the server's own route."""
-        tenant = headers.get(TENANT_HEADER, "")
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
+    async def __call__(self, batch: Batch, rid: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """See `batch_runner.Ask`."""
+        unread = [{"type": "http.request", "body": orjson.dumps(body), "more_body": False}]
         status, parts = 500, []
 
         async def receive() -> dict[str, Any]:
@@ -90,24 +67,33 @@ class Batches:
                 status = message["status"]
             parts.append(message.get("body", b""))
 
-        scope = {
+        headers = ((b"content-type", b"application/json"), (b"x-request-id", rid.encode()), (b"x-priority", b"batch"))
+        scope: dict[str, Any] = {
             "type": "http",
             "http_version": "1.1",
             "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
+            "path": batch.endpoint,
+            "raw_path": batch.endpoint.encode(),
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")]
-            + [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()],
+            "headers": [*headers, (TENANT_HEADER.encode(), batch.tenant.encode("latin-1", "replace"))],
             "client": None,
             "server": None,
             "scheme": "http",
         }
-        if tenant:
+        if batch.tenant:
             # A header has no room for all letters that a tenant's name may have.
-            scope[TENANT] = tenant
+            scope[TENANT] = batch.tenant
         await self._app(scope, receive, send)
         return status, b"".join(parts)
+
+
+def make_batches(folder: Path, max_bytes: int, app: ASGIApp, state: ServerState) -> BatchApi:
+    """The files and batches of a server, which start when it is ready. Raises ConfigError."""
+    room = SpareRoom(state)
+    state.observer_factories.append(room.observe)
+    kept = BatchApi(folder, max_bytes, AskApp(app), room)
+    state.on_ready.append(kept.runner.start)
+    return kept
 
 
 class _Waiting:
@@ -225,9 +211,9 @@ class SpareRoom:
         return self._state.control
 
 
-async def _batches(request: Request) -> Batches:
+async def _batches(request: Request) -> BatchApi:
     """The files and batches. Raises HttpError (404) where the server keeps none."""
-    found: Batches | None = request.app.state.batches
+    found: BatchApi | None = request.app.state.batches
     if found is None:
         message = f"this server keeps no files and batches; start it with {FLAG} FOLDER"
         raise HttpError("not_found", message)
@@ -240,78 +226,56 @@ async def _tenant(request: Request) -> str:
     return request.scope.get(TENANT) or headers.get(TENANT_HEADER) or headers.get("x-tenant") or ""
 
 
-Kept = Annotated[Batches, Depends(_batches)]
+Kept = Annotated[BatchApi, Depends(_batches)]
 Tenant = Annotated[str, Depends(_tenant)]
 
 
 @router.post("/files")
 async def upload(request: Request, kept: Kept, tenant: Tenant) -> dict[str, Any]:
     """Keep the lines of a batch."""
-    body = await read_body(request.receive, MAX_FILE_BYTES + FORM_BYTES)
-    fields = await asyncio.to_thread(parse_form, request.headers.get("content-type", ""), body)
-    file = fields.get("file")
-    if file is None:
-        raise InvalidRequestError("the form has no field file", param="file")
-    purpose = fields.get("purpose", FormPart(b"")).data.decode("utf-8", "replace")
-    if purpose not in PURPOSES:
-        raise InvalidRequestError("purpose must be batch; this server keeps no other files", param="purpose")
-    if not file.data:
-        raise InvalidRequestError("the file is empty", param="file")
-    if len(file.data) > MAX_FILE_BYTES:
-        raise HttpError("body_too_large", f"the file is larger than {MAX_FILE_BYTES} bytes", param="file")
-    age_s = _age_s(fields)
-    name = file.filename or "upload.jsonl"
+    form = UploadStream(kept.upload(tenant, request.headers.get("content-type", "")))
     try:
-        stored = await asyncio.to_thread(kept.files.new_file, tenant, name, purpose, file.data, age_s)
-    except OSError as error:
-        raise OverloadedError(f"the file cannot be kept: {error.strerror}", code="storage_failed") from error
-    return stored.public()
-
-
-def _age_s(fields: Mapping[str, FormPart]) -> int:
-    """How long a file is kept. Raises InvalidRequestError for a time out of range."""
-    given = fields.get("expires_after[seconds]")
-    if given is None:
-        return DEFAULT_AGE_S
-    text = given.data.decode("latin-1")
-    seconds = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-    if not MIN_AGE_S <= seconds <= MAX_AGE_S:
-        message = f"expires_after[seconds] must be {MIN_AGE_S} to {MAX_AGE_S}"
-        raise InvalidRequestError(message, param="expires_after[seconds]")
-    return seconds
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            await form.add(message.get("body", b""))
+            more = message.get("more_body", False)
+        return (await form.finish()).public()
+    finally:
+        await form.close()
 
 
 @router.get("/files")
 async def files(
-    kept: Kept, tenant: Tenant, purpose: str = "", limit: int = 10_000, after: str = "", order: str = "desc"
+    kept: Kept,
+    tenant: Tenant,
+    purpose: str = "",
+    limit: int = MAX_FILES_A_PAGE,
+    after: str = "",
+    order: str = "desc",
 ) -> dict[str, Any]:
     """The tenant's files."""
-    found = [file for file in kept.files.of_tenant(tenant) if purpose in ("", file.purpose)]
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError("order must be asc or desc", param="order")
-    return _page([file.public() for file in (found if order == "desc" else found[::-1])], limit, 10_000, after)
+    return kept.list_files(tenant, purpose=purpose, limit=limit, after=after, order=order)
 
 
 @router.get("/files/{name}")
 async def file(kept: Kept, tenant: Tenant, name: str) -> dict[str, Any]:
     """One file."""
-    return _file(kept, tenant, name).public()
+    return kept.file(tenant, name).public()
 
 
 @router.get("/files/{name}/content")
 async def content(kept: Kept, tenant: Tenant, name: str) -> Response:
     """What is in a file."""
-    return FileResponse(kept.files.path(_file(kept, tenant, name)), media_type="application/octet-stream")
+    return FileResponse(kept.content(tenant, name), media_type="application/octet-stream")
 
 
 @router.delete("/files/{name}")
 async def delete(kept: Kept, tenant: Tenant, name: str) -> dict[str, Any]:
     """Delete a file, unless a batch still reads it."""
-    found = _file(kept, tenant, name)
-    if any(batch.input_file_id == name for batch in kept.store.open()):
-        raise InvalidRequestError("a batch reads this file; cancel it first", code="file_in_use")
-    kept.files.delete(found)
-    return {"id": name, "object": "file", "deleted": True}
+    return kept.delete_file(tenant, name)
 
 
 @router.post("/batches")
@@ -319,67 +283,22 @@ async def create(request: Request, kept: Kept, tenant: Tenant) -> dict[str, Any]
     """Have the lines of a file answered."""
     state: ServerState = request.app.state.server
     body = await read_body(request.receive, state.options.max_body_bytes)
-    fields = parse(body, CreateBatch, strict=state.options.strict_api)
-    try:
-        batch = kept.store.create(tenant, fields)
-    except OSError as error:
-        raise OverloadedError(f"the batch cannot be kept: {error.strerror}", code="storage_failed") from error
-    kept.runner.wake()
-    return batch.public()
+    return kept.create(tenant, parse(body, BatchFields, strict=state.options.strict_api))
 
 
 @router.get("/batches")
-async def batches(kept: Kept, tenant: Tenant, limit: int = 20, after: str = "") -> dict[str, Any]:
+async def batches(kept: Kept, tenant: Tenant, limit: int = BATCHES_A_PAGE, after: str = "") -> dict[str, Any]:
     """The tenant's batches, the newest first."""
-    return _page([batch.public() for batch in kept.store.of_tenant(tenant)], limit, 100, after)
+    return kept.list_batches(tenant, limit=limit, after=after)
 
 
 @router.get("/batches/{name}")
 async def batch(kept: Kept, tenant: Tenant, name: str) -> dict[str, Any]:
     """One batch."""
-    return _batch(kept, tenant, name).public()
+    return kept.batch(tenant, name).public()
 
 
 @router.post("/batches/{name}/cancel")
 async def cancel(kept: Kept, tenant: Tenant, name: str) -> dict[str, Any]:
     """Answer no further lines of a batch. What is answered stays, in its files."""
-    found = _batch(kept, tenant, name)
-    if found.status not in OPEN:
-        raise InvalidRequestError(f"the batch has ended: it is {found.status}", code="batch_ended")
-    if found.status in ("validating", "in_progress"):
-        kept.store.move(found, "cancelling")
-        kept.runner.wake()
-    return found.public()
-
-
-def _file(kept: Batches, tenant: str, name: str) -> StoredFile:
-    found = kept.files.find(tenant, name)
-    if found is None:
-        raise HttpError("not_found", f"there is no file {name[:100]!r}", param="file_id")
-    return found
-
-
-def _batch(kept: Batches, tenant: str, name: str) -> Batch:
-    found = kept.store.find(tenant, name)
-    if found is None:
-        raise HttpError("not_found", f"there is no batch {name[:100]!r}", param="batch_id")
-    return found
-
-
-def _page(found: list[dict[str, Any]], limit: int, most: int, after: str) -> dict[str, Any]:
-    """One page of a list, as OpenAI has it. Raises InvalidRequestError for a limit out of range or an unknown id."""
-    if not 1 <= limit <= most:
-        raise InvalidRequestError(f"limit must be 1 to {most}", param="limit")
-    if after:
-        ids = [one["id"] for one in found]
-        if after not in ids:
-            raise InvalidRequestError(f"there is nothing with the id {after[:100]!r}", param="after")
-        found = found[ids.index(after) + 1 :]
-    page = found[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(found) > limit,
-    }
+    return kept.cancel(tenant, name)
