@@ -7,8 +7,8 @@ from tests.scheduler.test_reuse_eviction import S, press, turn
 from tokenyard.base import SessionEnded
 
 
-def counting_yard(**settings):
-    yard = make_yard(pages=300, headroom="none", **settings)
+def counting_yard(pages=300, **settings):
+    yard = make_yard(pages=pages, headroom="none", **settings)
     yard.scheduler.state.counts_sessions = True
     return yard
 
@@ -56,6 +56,28 @@ def test_a_turn_learns_when_its_kv_was_evicted_and_for_which_request():
     assert explanation.timings.evicted_tokens == 100 - explanation.cached_tokens > 0
     assert at <= explanation.timings.evicted_ns < yard.now - 5 * S
     assert explanation.evicted_for == [number]
+
+
+def misses(pages, others):
+    """Tokens of a session that were evicted before its next turn, and by how many a pool of so many was too small."""
+    yard = counting_yard(pages=pages)
+    for token in (1, 2, *others):
+        turn(yard, token, 70)
+    again = yard.submit([1] * 110, max_new=1, session="s1")
+    yard.run()
+    timings = yard.scheduler.explain(again, yard.now).timings
+    return timings.evicted_tokens, timings.pool_short_tokens
+
+
+@pytest.mark.parametrize("pages", [200, 250, 300, 340])
+def test_a_turn_learns_how_large_a_pool_would_have_kept_its_kv(pages):
+    evicted, short = misses(pages, (3, 4, 5))
+    assert evicted > 0
+    assert misses(pages + short, (3, 4, 5)) == (0, 0)
+    assert misses(pages + short - 1, (3, 4, 5))[0] > 0
+    # What a larger pool would not have to compute again counts too.
+    evicted, short = misses(pages, (3, 4, 5, 2, 3))
+    assert misses(pages + short, (3, 4, 5, 2, 3)) == (0, 0)
 
 
 def test_a_flush_evicts_too():

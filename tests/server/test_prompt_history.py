@@ -7,9 +7,9 @@ import pytest
 from tests.server.fake import FakeManager
 from tests.server.test_explain import EXPLAINED
 from tokenyard.base.prompt_parts import compare
-from tokenyard.cli.explain import cache_line
 from tokenyard.server.http import prompt_history
 from tokenyard.server.http.prompt_history import PromptHistory
+from tokenyard.server.native.explain import cache_summary
 
 ASK, SAY, MORE = ({"role": role, "content": f"{role} says"} for role in ("user", "assistant", "user"))
 TOOL = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
@@ -42,7 +42,7 @@ def test_a_changed_part_says_how_as_cache_check_does(before, after, how):
     report = turn(history, "r2", [after, ASK], 0)
     assert (report.cause, report.part, report.how) == ("changed", "messages[0]", how)
     assert compare({"messages": [before, ASK]}, {"messages": [after, ASK]}).how == how
-    assert cache_line({"cache": report.describe()}).endswith(f"({how})")
+    assert cache_summary(report.describe()).endswith(f"({how})")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_causes(messages, other, cached, cause, part):
     assert (report.cause, report.part) == (cause, part)
     if cause != "first":
         assert (report.before, report.before_tokens) == ("r1", 1000)
-    assert cache_line({"session": "s", "turn": 1, "cache": report.describe()}).startswith("turn 1 of session s: ")
+    assert cache_summary(report.describe()).startswith(f"{cached} of 1200 prompt tokens were cached; ")
 
 
 def test_markers_that_move_change_nothing():
@@ -100,14 +100,15 @@ def test_explain_and_the_log_have_the_cause(start, caplog):
     manager.explanations = {"r1": [EXPLAINED], "r2": [EXPLAINED]}
     server = start(manager, log_requests=True)
     with caplog.at_level(logging.INFO, "tokenyard.requests"):
-        for rid, first in (("r1", "hello"), ("r2", "world")):
+        for rid, first in (("r1", "It is 12:30"), ("r2", "It is 12:31")):
             messages = [{"role": "user", "content": first}]
             body = {"messages": messages, "session_id": "s", "rid": rid}
             assert server.client.post("/v1/chat/completions", json=body).status_code == 200
     cache = server.client.get("/v1/requests/r2/explain").json()["cache"]
     assert (cache["cause"], cache["part"], cache["before"]) == ("changed", "messages[0]", "r1")
     fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
-    assert [(entry["cache"], entry["changed"]) for entry in fields] == [("first", ""), ("changed", "messages[0]")]
+    told = [(entry["cache"], entry["changed"], entry["how"]) for entry in fields]
+    assert told == [("first", "", ""), ("changed", "messages[0]", "changed: a date or time")]
 
 
 LONG = "x" * 4000

@@ -183,7 +183,7 @@ def test_explain_has_session_and_turn(start):
 
 def test_explain_says_which_request_evicted_the_turn_before(start):
     server = serve(start)
-    timings = replace(EXPLAINED.timings, evicted_tokens=300, evicted_ns=1)
+    timings = replace(EXPLAINED.timings, evicted_tokens=300, evicted_ns=1, pool_short_tokens=500)
     for rid in ("r-1", "r-2"):
         server.manager.explanations[rid] = [replace(EXPLAINED, timings=timings, evicted_for=[7])]
         post(server, "/v1/chat/completions", session_id="s", rid=rid)
@@ -191,6 +191,8 @@ def test_explain_says_which_request_evicted_the_turn_before(start):
     report.before_tokens, report.cause = 400, "lost"
     cache = server.client.get("/v1/requests/r-2/explain").json()["cache"]
     assert (cache["cause"], cache["evicted_tokens"], cache["evicted_for"]) == ("evicted", 300, ["#7"])
-    sentence = cache_line({"cache": cache})
+    sentence = cache_line({"session": "s", "cache": cache})
     assert "300 of 400 tokens of the turn before were evicted" in sentence
     assert "#7" in sentence
+    assert "a KV pool of 500 more tokens" in sentence
+    assert sentence == f"turn 0 of session s: {cache['summary']}"

@@ -53,6 +53,8 @@ class RequestTimings:
     policy, overtaking: the policy, and its stated bound on overtaking, when it was first admitted.
     evicted_tokens, evicted_ns: tokens of the prompt before it in its session that had been evicted when it was first
         admitted, and when the last of them were (monotonic).
+    pool_short_tokens: with so many more tokens in the KV pool none of them would have been evicted, all else being
+        equal.
     """
 
     queue_ns: int = 0
@@ -74,6 +76,7 @@ class RequestTimings:
     overtaking: str = ""
     evicted_tokens: int = 0
     evicted_ns: int = 0
+    pool_short_tokens: int = 0
 
     @property
     def total_ns(self) -> int:

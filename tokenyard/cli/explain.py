@@ -6,7 +6,6 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
-from datetime import datetime
 from http.client import HTTPException
 from typing import Any
 
@@ -38,42 +37,9 @@ def explain(namespace: argparse.Namespace) -> int:
     return 0
 
 
-CAUSES = {
-    "first": "no earlier turn of this session is known here",
-    "other_salt": "the turn before had another cache salt",
-    "other_adapter": "the turn before had another adapter",
-    "hit": "all of the turn before was cached",
-    "elsewhere": "earlier turns were answered by another engine, before a restart or too long ago",
-    "template": "the turn before is in this request, but the chat template writes it differently now, for instance "
-    "without earlier reasoning",
-    "lost": "the turn before stands in this prompt, but its KV is at another engine or rank",
-    "unknown": "the answer has not ended",
-}
-
-
 def cache_line(found: dict[str, Any]) -> str:
-    """One sentence that says why a turn's prompt was cached as far as it was."""
-    cache = found["cache"]
-    if cache["cause"] == "evicted":
-        why = eviction(cache)
-    else:
-        why = CAUSES.get(cache["cause"]) or f"{cache['part']} differs from the turn before, {cache['before']}" + (
-            f" ({cache['how']})" if cache.get("how") else ""
-        )
-    tokens = f"{cache['cached_tokens']} of {cache['prompt_tokens']} prompt tokens were cached"
-    return f"turn {found.get('turn', 0)} of session {found.get('session', '')}: {tokens}; {why}"
-
-
-def eviction(cache: dict[str, Any]) -> str:
-    """When KV of the turn before was evicted and for which requests, and what keeps it longer."""
-    at = datetime.fromtimestamp(cache["evicted_at"]).strftime("%H:%M:%S")
-    started = ", ".join(cache["evicted_for"])
-    return (
-        f"{cache['evicted_tokens']} of {cache['before_tokens']} tokens of the turn before were evicted until {at}"
-        + (f", when {started} started" if started else ", when running answers grew")
-        + "; --schedule-policy session lets fewer sessions take turns at once, and --radix-eviction-policy reuse "
-        "evicts by the expected return"
-    )
+    """Which turn of which session the request is, and why its prompt was cached as far as it was."""
+    return f"turn {found.get('turn', 0)} of session {found.get('session', '')}: {found['cache']['summary']}"
 
 
 def fetch(url: str, request_id: str, key: str | None) -> dict[str, Any]:

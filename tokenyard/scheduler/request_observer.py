@@ -96,10 +96,11 @@ class RequestObserver:
         """The first token of `row` is sampled, or its first one after a retraction."""
         self._table.request_state(row).clock.enter("decode", now)
 
-    def evicted_before(self, row: int, tokens: int, evicted_ns: int) -> None:
-        """When `row` starts, `tokens` of its session's prompt before are gone, the last ones since `evicted_ns`."""
+    def evicted_before(self, row: int, tokens: int, evicted_ns: int, pool_short_tokens: int) -> None:
+        """When `row` starts, `tokens` of its session's prompt before are gone, see `RequestTimings`."""
         timings = self._timings(row)
         timings.evicted_tokens, timings.evicted_ns = tokens, evicted_ns
+        timings.pool_short_tokens = pool_short_tokens
 
     def admitted(self, row: int, hit: int, now: int) -> None:
         """`row` was admitted with `hit` tokens from the tree."""

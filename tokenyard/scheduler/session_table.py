@@ -56,6 +56,7 @@ class Session(SessionState):
     node: the end of its latest prompt in the tree, or of what is left of it; None if it has none there.
     kept_until_ns: the end of an explicit time to live; 0 for none.
     evicted_ns: when KV of its latest prompt was evicted last since that answer ended; 0 for never.
+    evicted_from: tokens that were evicted of all KV before the first of that.
     closed: whether it ends with its open requests, unless another turn comes before.
     """
 
@@ -63,6 +64,7 @@ class Session(SessionState):
     node: Any = None
     kept_until_ns: int = 0
     evicted_ns: int = 0
+    evicted_from: int = 0
     closed: bool = False
 
     @property
@@ -128,6 +130,7 @@ class SessionTable(IdleSessions, PrefixListener):
         self._kept: dict[Key, None] = {}
         self._times = AccessTimes()
         self._now = 0
+        self._evicted_tokens = 0
         self._cost: CostModel | None = None
         self._honoured: set[Key] = set()
         tree.listeners.append(self)
@@ -168,11 +171,16 @@ class SessionTable(IdleSessions, PrefixListener):
         if idle or len(self._sessions) > MAX_SESSIONS:
             self._drop(oldest, now)
 
-    def evicted_before(self, request: Request) -> tuple[int, int]:
-        """How many tokens of the prompt before this one in its session were evicted, and when the last of them (ns)."""
+    def evicted_before(self, request: Request) -> tuple[int, int, int]:
+        """How many tokens of the prompt before this one in its session were evicted, when the last of them (ns), and
+        how many tokens were evicted in all from the first of them on: in a pool that is larger by these, evictions
+        would not have come to it yet.
+        """
         key = _key(request)
         session = None if key is None else self._sessions.get(key)
-        return (0, 0) if session is None or not session.evicted_ns else (session.missing_tokens, session.evicted_ns)
+        if session is None or not session.evicted_ns:
+            return 0, 0, 0
+        return session.missing_tokens, session.evicted_ns, self._evicted_tokens - session.evicted_from
 
     def measures(self) -> dict[str, float]:
         """How many sessions are active, and how many idle ones are resident, by metric name."""
@@ -342,9 +350,12 @@ class SessionTable(IdleSessions, PrefixListener):
         keys = list(self._at.get(node, ()))
         for key in keys:
             session = self._sessions[key]
-            self._counters.evicted_sessions += not session.open and not session.evicted_ns
+            if not session.evicted_ns:
+                self._counters.evicted_sessions += not session.open
+                session.evicted_from = self._evicted_tokens
             session.evicted_ns = self._now
             self._move(key, session, None if parent.parent is None else parent)
+        self._evicted_tokens += node.depth_tokens - parent.depth_tokens
         if keys or parent in self._at or not self.ranks:
             return
         if node.superseded:

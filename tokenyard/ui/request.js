@@ -89,6 +89,7 @@ const YardRequest = (() => {
       const answer = await ask("GET", `v1/requests/${encodeURIComponent(id)}/explain`);
       if (!answer.ok) { answers.replaceChildren(el("p", { class: "bad", text: answer.message })); return false; }
       answers.replaceChildren(...answer.value.answers.map(answerView));
+      if (answer.value.cache) answers.append(el("p", { text: `Turn ${number(answer.value.turn)} of session ${answer.value.session}: ${answer.value.cache.summary}` }));
       return answer.value.answers.some((one) => !one.finish_reason && one.state !== "ended");
     };
     body.replaceChildren(answers);

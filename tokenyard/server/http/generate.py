@@ -81,7 +81,7 @@ def add_cached_tokens_details(call: RequestContext, usage: dict[str, Any], answe
     report = call.state.prompts.report(call.first_rid)
     if report is None:
         report = CacheReport("first", prompt_tokens=answer.prompt_tokens, cached_tokens=answer.cached_tokens)
-    usage["cached_tokens_details"] = report.with_evicted(answer.finish.timings.evicted_tokens).describe()
+    usage["cached_tokens_details"] = report.with_evicted(answer.finish.timings).describe()
 
 
 def usage_so_far(delta: OutputDelta) -> bytes:

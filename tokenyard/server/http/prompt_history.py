@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from tokenyard.base import RequestTimings
 from tokenyard.base.prompt_parts import (
     DIGEST_BYTES,
     HOWS,
@@ -57,6 +58,7 @@ class CacheReport:
     before_tokens: the tokens of its prompt.
     prompt_tokens, cached_tokens: those of this turn.
     evicted_tokens: tokens of the prompt before that had been evicted when this turn started.
+    pool_short_tokens: a KV pool with so many more tokens would not have evicted them, all else being equal.
     same_chars: characters that the text of this prompt and that of the one before begin with, to within a block.
     rewritten: whether much of the text before does not stand in this one, though it may have the same parts.
     """
@@ -69,13 +71,15 @@ class CacheReport:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     evicted_tokens: int = 0
+    pool_short_tokens: int = 0
     same_chars: int = 0
     rewritten: bool = False
 
-    def with_evicted(self, tokens: int) -> "CacheReport":
-        """The report, given how many tokens of the prompt before the scheduler had evicted."""
+    def with_evicted(self, timings: RequestTimings) -> "CacheReport":
+        """The report, given what the scheduler had evicted of the prompt before."""
+        tokens = timings.evicted_tokens
         cause: Cause = "evicted" if self.cause == "lost" and tokens else self.cause
-        return replace(self, cause=cause, evicted_tokens=tokens)
+        return replace(self, cause=cause, evicted_tokens=tokens, pool_short_tokens=timings.pool_short_tokens)
 
     def describe(self) -> dict[str, Any]:
         """As JSON."""

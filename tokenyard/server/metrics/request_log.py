@@ -62,8 +62,8 @@ class RequestLog:
         if self._spec.session:
             fields |= {"session": self._spec.session, "turn": self._spec.turn}
             if (report := self._prompts.report(self._spec.rid)) is not None:
-                report = report.with_evicted(finish.timings.evicted_tokens)
-                fields |= {"cache": report.cause, "changed": report.part}
+                report = report.with_evicted(finish.timings)
+                fields |= {"cache": report.cause, "changed": report.part, "how": report.how}
         if self._content:
             prompt = self._spec.text if self._spec.text is not None else f"{finish.prompt_tokens} token ids"
             fields |= {"prompt": prompt[:MAX_LOGGED_CHARS], "output": self._texts.get(index, "")[:MAX_LOGGED_CHARS]}

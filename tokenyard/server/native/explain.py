@@ -1,11 +1,25 @@
 """`GET /v1/requests/{id}/explain`: where a request's time went, and which requests ran before it under which policy."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 from tokenyard.base import NS_PER_MS, NS_PER_S, AdmittedRequests, Explanation, RequestTimings
 from tokenyard.server.http.prompt_history import CacheReport
+
+CAUSES = {
+    "first": "no earlier turn of this session is known here",
+    "other_salt": "the turn before had another cache salt",
+    "other_adapter": "the turn before had another adapter",
+    "hit": "all of the turn before was cached",
+    "elsewhere": "earlier turns were answered by another engine, before a restart or too long ago",
+    "template": "the turn before is in this request, but the chat template writes it differently now, for instance "
+    "without earlier reasoning",
+    "lost": "the turn before stands in this prompt, but its KV is at another engine or rank",
+    "unknown": "the answer has not ended",
+}
+"""What each cause of a `CacheReport` means, but for those that need its other fields."""
 
 STAGES = ("queue", "prefill", "decode", "requeued", "recompute", "paused")
 
@@ -56,12 +70,34 @@ def cache_report(report: CacheReport, explanation: Explanation, rid_of: RidOf) -
     the requests that started in that step; without any, answers of running requests took the place.
     """
     timings = explanation.timings
-    found = report.with_evicted(timings.evicted_tokens).describe()
+    found = report.with_evicted(timings).describe()
     if timings.evicted_tokens:
         numbers = explanation.evicted_for
         ids = [rid_of(number) or f"#{number}" for number in numbers]
         found |= {"evicted_at": wall_s(timings.evicted_ns), "evicted_for": list(dict.fromkeys(ids))}
-    return found
+    return found | {"summary": cache_summary(found)}
+
+
+def cache_summary(cache: Mapping[str, Any]) -> str:
+    """One sentence that says why a turn's prompt was cached as far as it was."""
+    tokens = f"{cache['cached_tokens']} of {cache['prompt_tokens']} prompt tokens were cached"
+    if cache["cause"] == "evicted":
+        return f"{tokens}; {_eviction(cache)}"
+    how = f" ({cache['how']})" if cache["how"] else ""
+    why = CAUSES.get(cache["cause"]) or f"{cache['part']} differs from the turn before, {cache['before']}{how}"
+    return f"{tokens}; {why}"
+
+
+def _eviction(cache: Mapping[str, Any]) -> str:
+    """When KV of the turn before was evicted and for which requests, and what keeps it longer."""
+    at = datetime.fromtimestamp(cache["evicted_at"]).strftime("%H:%M:%S")
+    started = ", ".join(cache["evicted_for"])
+    return (
+        f"{cache['evicted_tokens']} of {cache['before_tokens']} tokens of the turn before were evicted until {at}"
+        + (f", when {started} started" if started else ", when running answers grew")
+        + f"; a KV pool of {cache['pool_short_tokens']} more tokens would have kept them, --schedule-policy session "
+        "lets fewer sessions take turns at once, and --radix-eviction-policy reuse evicts by the expected return"
+    )
 
 
 def stages_ms(timings: RequestTimings) -> dict[str, float]:
