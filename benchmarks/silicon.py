@@ -1,6 +1,6 @@
 """How far are predicted latencies from measured ones? Public runs of vLLM and SGLang, replayed as closed loops.
 
-    python benchmarks/silicon.py [--rows FILE] [--sample N] [--jobs N] [--json OUT]
+    python benchmarks/silicon.py [--rows FILE] [--sample N] [--jobs N] [--json FILE]
     python benchmarks/silicon.py --closed-form   # the loop's steady state, without the scheduler
     python benchmarks/silicon.py --fit          # prints the efficiencies of tokenyard/sim/hardware/efficiencies.py
     python benchmarks/silicon.py --closed-form --errors   # prints tokenyard/sim/hardware/measured_errors.py's table
@@ -10,14 +10,17 @@ As many clients send one request after the other through our scheduler with that
 step times from the roofline. Printed are, per family, GPU and engine, the median and the 90th
 percentile of the absolute relative error, and the median signed one (minus: predicted too fast).
 
-What the rows do not say is assumed, as in the public scripts of these runs: prompts and answers of 0.8 to 1.0 of the
-nominal length where the run is of that collection, all clients at once, chunks of 8192 (SGLang on other GPUs than H100:
-16384), SGLang's receiver polling every 10 (fewer than 16 clients) or 30 decode steps there. A run has ten requests per
-client; three are simulated, and the first one of each client, which meets all others, counts a tenth.
+What the rows do not say is taken from the public scripts of these runs (InferenceX): prompts and answers of 0.8 to 1.0
+of the nominal length, all clients at once, and the server's flags (`SCRIPTS`). Runs of other origin have the nominal
+lengths and the engine's defaults. A run has ten requests per client; three are simulated, and the first one of each
+client, which meets all others, counts a tenth.
 
-`--fit` uses the configurations of which `held_out` is false; the table keeps both kinds apart. `calibrated` multiplies
-with one factor for TTFT and one for TPOT per deployment (model, types, GPU, engine, parallelism), each the median over
-the deployment's fitted rows, so it exists for held-out rows whose deployment has such rows.
+`--fit` uses the configurations of which `held_out` is false; the table keeps both kinds apart. `calibrated` corrects
+the predictions of a deployment (model, types, GPU, engine, parallelism, flags) by what its fitted rows say
+(`Correction`), so it exists for held-out rows whose deployment has such rows.
+
+The rows run in a random order that is the same in every run. With `--json FILE` each is written as it ends, and the
+same call goes on after an interruption.
 """
 
 import argparse
@@ -25,10 +28,12 @@ import csv
 import gzip
 import json
 import os
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -60,14 +65,57 @@ COLLECTION = ("db-dump", "source_file=2026-")
 
 
 @dataclass(frozen=True, slots=True)
+class Flags:
+    """Flags of a server that the rows do not name.
+
+    kv_bits: of a number of the KV cache.
+    chunk: tokens of a step's prefill; 0 for twice the nominal prompt.
+    memory: share of the device's memory for weights, activations and KV.
+    polls: whether SGLang's receiver looks at new requests only every 10 (fewer than 16 clients) or 30 decode steps.
+    """
+
+    kv_bits: int = 16
+    chunk: int = 8192
+    memory: float = 0.9
+    polls: bool = False
+
+
+HOPPER = ("h100_sxm", "h200_sxm")
+BLACKWELL = ("b200_sxm", "b300_sxm", "gb200")
+
+SCRIPTS: tuple[tuple[str, tuple[str, ...], str, str, Flags], ...] = (
+    ("DeepSeek", BLACKWELL, "nvfp4", "", Flags(8, 16384, 0.85, polls=True)),
+    ("DeepSeek", BLACKWELL, "fp8", "", Flags(8, 32768, 0.82, polls=True)),
+    ("DeepSeek", HOPPER, "", "", Flags(16, 32768, 0.82)),
+    ("GLM-5", BLACKWELL, "", "", Flags(8, 32768, 0.85)),
+    ("GLM-5", HOPPER, "", "", Flags(16, 8192, 0.85)),
+    ("Qwen3.5", ("b300_sxm",), "fp8", "", Flags(8, 16384, 0.8, polls=True)),
+    ("Qwen3.5", BLACKWELL, "fp8", "", Flags(8, 32768, 0.82, polls=True)),
+    ("Qwen3.5", BLACKWELL, "nvfp4", "", Flags(8, 32768, 0.85, polls=True)),
+    ("Qwen3.5", BLACKWELL, "", "", Flags(16, 32768, 0.82, polls=True)),
+    ("Qwen3.5", HOPPER, "", "", Flags(8, 16384, 0.8)),
+    ("Kimi", ("b200_sxm",), "nvfp4", "2026-04-20", Flags(8, 0)),
+    ("Kimi", HOPPER + BLACKWELL, "int4_wo", "", Flags(memory=0.95)),
+    ("Llama-3.1-70B", HOPPER + BLACKWELL, "", "", Flags(8)),
+    ("MiniMax", BLACKWELL, "", "2026-04-03", Flags(8, 0)),
+    ("MiniMax", ("h200_sxm", "b200_sxm"), "", "", Flags(memory=0.95)),
+    ("gpt-oss", ("b200_sxm",), "", "2025-12-05", Flags(8)),
+)
+"""Flags in the scripts of InferenceX (github.com/SemiAnalysisAI/InferenceX, `benchmarks/`), by part of the model's
+name, device, type of the weights and first day of the runs ("" for all); the first line that fits counts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Deployment:
-    """What runs: a model with its types on devices, under an engine."""
+    """What runs: a model with its types on devices, under an engine with its flags."""
 
     model: str
     precision: str
     system: str
     engine: str
     parallel: Parallel
+    flags: Flags = field(default=Flags(), repr=False)
+    """Not in `repr`, so that a better reading of the scripts holds out the same runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +158,9 @@ def _run(row: dict[str, str]) -> Run:
     clients = int(row["concurrency"])
     if clients > MAX_CLIENTS:
         raise ConfigError(f"more than {MAX_CLIENTS} clients")
-    deployment = Deployment(row["model_path"], _precision(row), row["system"], row["backend"], parallel_of(row))
+    deployment = Deployment(
+        row["model_path"], _precision(row), row["system"], row["backend"], parallel_of(row), flags_of(row)
+    )
     return Run(
         row["id"],
         deployment,
@@ -130,6 +180,16 @@ def _precision(row: dict[str, str]) -> str:
     return row["gemm_quant_mode"].replace("fp8_block", "fp8") or ("" if "FP8" in row["model_path"] else "bf16")
 
 
+def flags_of(row: dict[str, str]) -> Flags:
+    """The flags of the server, from the scripts."""
+    day = re.search(r"measured=([0-9-]{10})", row["silicon_data_source"])
+    for model, systems, types, since, flags in SCRIPTS:
+        dated = not since or (day is not None and day[1] >= since)
+        if model in row["model_path"] and row["system"] in systems and types in row["gemm_quant_mode"] and dated:
+            return replace(flags, polls=flags.polls and row["silicon_data_source"].startswith(COLLECTION))
+    return Flags()
+
+
 def parallel_of(row: dict[str, str]) -> Parallel:
     """How the run was divided. Where tp is labelled as tp times ep or dp, the parts are taken (reference page)."""
     tp, dp = int(row["tp_size"]), int(row["attention_dp_size"] or 1)
@@ -146,9 +206,9 @@ def parallel_of(row: dict[str, str]) -> Parallel:
 
 
 @cache
-def shape_of(model: str, precision: str) -> ModelShape:
+def shape_of(model: str, precision: str, kv_bits: int = 16) -> ModelShape:
     """The model of a deployment with its types. Four-bit checkpoints of MoE models keep attention in 16 bits."""
-    shape = find_model(model)
+    shape = replace(find_model(model), kv_bits=kv_bits)
     if not precision:
         return shape
     typed = shape.with_types(precision)
@@ -159,7 +219,8 @@ def shape_of(model: str, precision: str) -> ModelShape:
 
 def roofline_of(deployment: Deployment, efficiency: Efficiency | None = None) -> Roofline:
     """Its step times."""
-    device, shape = find_device(deployment.system), shape_of(deployment.model, deployment.precision)
+    device = find_device(deployment.system)
+    shape = shape_of(deployment.model, deployment.precision, deployment.flags.kv_bits)
     efficiency = efficiency or efficiency_of(deployment.engine, device, shape.family)
     return Roofline(shape, device, deployment.parallel, efficiency)
 
@@ -167,16 +228,9 @@ def roofline_of(deployment: Deployment, efficiency: Efficiency | None = None) ->
 # The closed loop
 
 
-def chunk_size(deployment: Deployment) -> int:
-    """Tokens of a step's prefill."""
-    return 8192 if deployment.engine == "vllm" or deployment.system.startswith("h100") else 16384
-
-
 def polls_every(run: Run) -> int:
     """Decode steps between two looks of SGLang's receiver at new requests; 0 for every step."""
-    if run.deployment.engine != "sglang" or not run.drawn_lengths:
-        return 0
-    return 30 if run.clients >= 16 else 10
+    return (30 if run.clients >= 16 else 10) if run.deployment.flags.polls else 0
 
 
 def workload_of(run: Run, profile: Profile, efficiency: Efficiency, seed: int = 0) -> Workload:
@@ -203,8 +257,7 @@ def predicted(run: Run, profile: Profile, efficiency: Efficiency) -> tuple[float
     context = workload.max_prompt_tokens + workload.max_output_tokens + 1
     settings = replace(
         preset(f"{run.deployment.engine}-default", context),
-        chunked_prefill_size=chunk_size(run.deployment),
-        max_in_flight=2,
+        chunked_prefill_size=run.deployment.flags.chunk or 2 * run.prompt,
         max_running_requests=max(run.clients, 2),
     )
     outcome = simulate(workload, Setup(profile, settings, dp_size=run.deployment.parallel.dp))
@@ -229,7 +282,7 @@ def profile_of(deployment: Deployment) -> Profile:
     """The deployment as a cost profile, from the roofline."""
     roofline = roofline_of(deployment)
     tp, table = deployment.parallel.tp, roofline.table("roofline")
-    pool = roofline.kv_pool_tokens(0.9, 256, 8192)
+    pool = roofline.kv_pool_tokens(deployment.flags.memory, 256, 8192)
     return Profile(
         deployment.system, deployment.model, closest_terms(table), pool, roofline.shape.kv_bytes_per_token(),
         1 << 20, table.origin, tp, table=table,
@@ -260,6 +313,10 @@ MAX_OVERHEAD = {"request_ms": 100.0, "request_us_per_token": 50.0}
 """Where the closed form lacks a queue, a fit would call it overhead of the request."""
 
 SWEEPS = 12
+MIN_LOG_ERROR = 0.03
+CALIBRATION_RIDGE = 10.0
+"""Chosen on the fitted runs, each left out in turn."""
+
 TTFT_WEIGHT = 0.5
 
 
@@ -363,33 +420,66 @@ def error_cell(errors: Sequence[float]) -> str:
     return f"{np.median(np.abs(wrong)):.0f} / {np.percentile(np.abs(wrong), 90):.0f} / {np.median(wrong):+.0f}"
 
 
-def calibration(results: Sequence[Result]) -> dict[Deployment, tuple[float, float]]:
-    """Factors for TTFT and TPOT per deployment: measured over predicted, the median of its fitted runs."""
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What a calibration multiplies the predictions of one deployment with: a power of clients, prompt and output.
+
+    centre: float64[3], mean logs of clients, prompt and output.
+    level: float64[2], logs of the factors of TTFT and TPOT there.
+    slopes: float64[3, 2], how these change with the logs.
+    """
+
+    centre: np.ndarray
+    level: np.ndarray
+    slopes: np.ndarray
+
+    def of(self, run: Run) -> np.ndarray:
+        """float64[2], the factors of TTFT and TPOT of `run`."""
+        return np.exp(self.level + (_logs_of(run) - self.centre) @ self.slopes)
+
+
+def _logs_of(run: Run) -> np.ndarray:
+    return np.log([run.clients, run.prompt, run.output])
+
+
+def calibration(results: Sequence[Result]) -> dict[Deployment, Correction]:
+    """The corrections of deployments with fitted runs: least absolute log errors, by reweighting, with a ridge that
+    keeps the slopes near 0 where there are few runs.
+    """
     grouped: dict[Deployment, list[Result]] = defaultdict(list)
     for result in results:
         if not result.run.held_out:
             grouped[result.run.deployment].append(result)
-    return {
-        deployment: (
-            float(np.median([r.run.ttft_ms / r.ttft_ms for r in group])),
-            float(np.median([r.run.tpot_ms / r.tpot_ms for r in group])),
-        )
-        for deployment, group in grouped.items()
-    }
+    return {deployment: _correction(group) for deployment, group in grouped.items()}
 
 
-def errors_of(results: Sequence[Result], factors: dict[Deployment, tuple[float, float]] | None = None) -> np.ndarray:
-    """float64[n, 2], relative errors of TTFT and TPOT, with the deployments' factors where given."""
+def _correction(group: Sequence[Result]) -> Correction:
+    logs = np.array([_logs_of(r.run) for r in group])
+    wrong = np.log([(r.run.ttft_ms / r.ttft_ms, r.run.tpot_ms / r.tpot_ms) for r in group])
+    centre = logs.mean(axis=0)
+    level, slopes = np.median(wrong, axis=0), np.zeros((3, 2))
+    at = logs - centre
+    for _ in range(SWEEPS):
+        for kind in range(2):
+            weights = 1.0 / np.maximum(np.abs(wrong[:, kind] - level[kind] - at @ slopes[:, kind]), MIN_LOG_ERROR)
+            level[kind] = np.average(wrong[:, kind] - at @ slopes[:, kind], weights=weights)
+            left = (at.T * weights) @ at + CALIBRATION_RIDGE * np.eye(3)
+            slopes[:, kind] = np.linalg.solve(left, (at.T * weights) @ (wrong[:, kind] - level[kind]))
+    return Correction(centre, level, slopes)
+
+
+def errors_of(results: Sequence[Result], corrections: dict[Deployment, Correction] | None = None) -> np.ndarray:
+    """float64[n, 2], relative errors of TTFT and TPOT, with the deployments' corrections where given."""
     wrong = []
     for r in results:
-        a, b = (1.0, 1.0) if factors is None else factors[r.run.deployment]
-        wrong.append((a * r.ttft_ms / r.run.ttft_ms - 1.0, b * r.tpot_ms / r.run.tpot_ms - 1.0))
+        factor = np.ones(2) if corrections is None else corrections[r.run.deployment].of(r.run)
+        wrong.append(factor * (r.ttft_ms / r.run.ttft_ms, r.tpot_ms / r.run.tpot_ms) - 1.0)
     return np.array(wrong).reshape(-1, 2)
 
 
 def print_table(results: Sequence[Result], key: Callable[[Run], str]) -> None:
     """One line per value of `key`."""
-    factors = calibration(results)
+    corrections = calibration(results)
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         groups[key(result.run)].append(result)
@@ -397,8 +487,8 @@ def print_table(results: Sequence[Result], key: Callable[[Run], str]) -> None:
     print("| --- | ---: | --- | --- | ---: | --- | --- |")
     for name, group in sorted(groups.items()):
         bare = errors_of(group)
-        known = [r for r in group if r.run.held_out and r.run.deployment in factors]
-        tuned = errors_of(known, factors)
+        known = [r for r in group if r.run.held_out and r.run.deployment in corrections]
+        tuned = errors_of(known, corrections)
         cells = [error_cell(bare[:, 0]), error_cell(bare[:, 1]), str(len(known)), error_cell(tuned[:, 0])]
         print(f"| {name} | {len(group)} | {' | '.join(cells)} | {error_cell(tuned[:, 1])} |")
 
@@ -420,9 +510,28 @@ def print_errors(results: Sequence[Result]) -> None:
         print(f"    {key!r}: MeasuredError({ttft:.0f}, {tpot:.0f}, {len(used)}),")
 
 
-def sampled(runs: list[Run], count: int | None) -> list[Run]:
-    """About `count` of the runs, evenly; None for all."""
-    return runs if count is None or count >= len(runs) else runs[:: -(-len(runs) // count)]
+def shuffled(runs: Iterable[Run]) -> list[Run]:
+    """The runs in a random order that is always the same, so that the first ones are a fair sample."""
+    return sorted(runs, key=lambda run: crc32(run.name.encode()))
+
+
+def replay(
+    runs: Sequence[Run], predict: Callable[[Run], tuple[float, float] | str], jobs: int, path: Path | None
+) -> Iterator[tuple[Run, tuple[float, float] | str]]:
+    """Each run with its predicted TTFT and TPOT in ms, or why there are none. `path`: what earlier calls found, and
+    what this one adds.
+    """
+    known = {}
+    if path is not None and path.exists():
+        known = {line["name"]: line["answer"] for line in map(json.loads, path.read_text().splitlines())}
+    yield from ((run, known[run.name]) for run in runs if run.name in known)
+    left = [run for run in runs if run.name not in known]
+    with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+        for run, answer in zip(left, pool.map(predict, left) if pool else map(predict, left), strict=True):
+            if path is not None:
+                with path.open("a") as lines:
+                    lines.write(json.dumps({"name": run.name, "answer": answer}) + "\n")
+            yield run, answer
 
 
 def main() -> None:
@@ -434,36 +543,33 @@ def main() -> None:
     parser.add_argument(
         "--errors", action="store_true", help="print the errors as the entries of a table in the package"
     )
-    parser.add_argument("--sample", type=int, metavar="N", help="replay about N of the rows [all]")
+    parser.add_argument("--sample", type=int, metavar="N", help="replay N of the rows, drawn at random [all]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes [all cores]")
-    parser.add_argument("--json", type=Path, help="write each run with its predicted times")
+    parser.add_argument("--json", type=Path, help="keep what is predicted in a file, and go on from it")
     args = parser.parse_args()
     runs, refused = read_runs(args.rows)
     if args.fit:
         fit_all(runs)
         return
-    runs = sampled(runs, args.sample)
-    if args.closed_form:
-        answers = list(map(one_in_closed_form, runs))
-    else:
-        with ProcessPoolExecutor(args.jobs) as pool:
-            answers = list(pool.map(one, runs, chunksize=4))
+    predict = one_in_closed_form if args.closed_form else one
     results = []
-    for run, answer in zip(runs, answers, strict=True):
+    for run, answer in replay(shuffled(runs)[: args.sample], predict, args.jobs, args.json):
         if isinstance(answer, str):
             refused[answer] = refused.get(answer, 0) + 1
         else:
             results.append(Result(run, *answer))
+    print_results(results, refused)
+    if args.errors:
+        print_errors(results)
+
+
+def print_results(results: Sequence[Result], refused: dict[str, int]) -> None:
+    """All tables, and why rows are not in them."""
     for title, key in (("all", lambda run: "held out" if run.held_out else "fitted"), ("", place)):
         print(f"\nmedian / 90th percentile of the absolute error, signed median, in % {title}\n")
         print_table(results, key)
     for reason, count in sorted(refused.items(), key=lambda item: -item[1]):
         print(f"not done: {count} rows: {reason}")
-    if args.errors:
-        print_errors(results)
-    if args.json is not None:
-        rows = [{**asdict(r.run), "held_out": r.run.held_out, "ttft": r.ttft_ms, "tpot": r.tpot_ms} for r in results]
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
