@@ -13,9 +13,11 @@ from tokenyard.executor.model_loader import read_folder_config
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 
-def choose(folder, model_impl, attention_backend, device):
+def choose(folder, model_impl, attention_backend, device, kv_cache_dtype="auto"):
     config = read_folder_config(Path(folder("llama")))
-    return backend_choice.choose_backends(model_impl, attention_backend, "none", config, torch.float32, device, 1)
+    return backend_choice.choose_backends(
+        model_impl, attention_backend, "none", config, torch.float32, device, 1, kv_cache_dtype=kv_cache_dtype
+    )
 
 
 @pytest.fixture
@@ -30,6 +32,23 @@ def test_a_gpu_takes_triton_by_itself(folder, installed):
         choice = choose(folder, model_impl, "auto", CUDA)
         assert (choice.triton, choice.engine) == (True, None)
     assert not choose(folder, "auto", "gather", CUDA).triton
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_kv_of_one_byte_is_read_by_triton(folder, installed, monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(backend_choice, "flashinfer_why_not", lambda *given: "")
+    assert choose(folder, "auto", "auto", CUDA).flashinfer == (capability == backend_choice.HOPPER)
+    choice = choose(folder, "auto", "auto", CUDA, "fp8_e5m2")
+    assert (choice.triton, choice.flashinfer, choice.kv_dtype) == (True, False, torch.float8_e5m2)
+    if capability < backend_choice.E4M3_FROM:
+        with pytest.raises(ConfigError, match=r"fp8_e4m3 needs compute capability 8\.9 .* take fp8_e5m2 or int8"):
+            choose(folder, "auto", "auto", CUDA, "fp8_e4m3")
+    else:
+        assert choose(folder, "auto", "auto", CUDA, "fp8_e4m3").triton
+    for backend in ("gather", "flashinfer"):
+        with pytest.raises(ConfigError, match="attention by Triton on a GPU; this one's steps are computed by torch"):
+            choose(folder, "auto", backend, CUDA, "int8")
 
 
 def test_a_cpu_does_not(folder, installed):

@@ -57,6 +57,12 @@ def test_doctor_reports_the_driver():
     assert not any("driver" in problem for problem in find_problems(Settings(device="cpu"), report))
 
 
+def test_rocm_is_not_taken_for_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    with pytest.raises(ConfigError, match=r"built for ROCm.*--device cpu"):
+        prepare_cuda(GPU)
+
+
 def test_devices_before_ampere_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")

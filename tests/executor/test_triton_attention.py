@@ -13,8 +13,18 @@ from tests.executor.checked_backends import CheckedAttention  # noqa: E402
 from tokenyard.executor.attention.backend import AttentionSpec  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, TritonAttention, cut  # noqa: E402
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable  # noqa: E402
-from tokenyard.executor.kv_pool import KvPool  # noqa: E402
-from tokenyard.executor.models.config import ModelConfig  # noqa: E402
+from tokenyard.executor.kv_pool import KV_BYTES, KvPool  # noqa: E402
+from tokenyard.executor.models.hf_config import read_model_config  # noqa: E402
+
+ONE_LAYER = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
 
 
 class Step:
@@ -24,12 +34,13 @@ class Step:
         draw = np.random.default_rng(seed)
         longest = max(start + count for start, count in rows)
         pages_each = -(-longest // page_size)
-        shape = {"attention_layers": (0,), "num_kv_heads": kv_heads, "head_dim": head_dim}
-        config = type("Shape", (), shape)()
+        shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+        config = read_model_config({**ONE_LAYER, **shape}, None)
         device = torch.device(DEVICE)
         self.pool = KvPool(config, len(rows) * pages_each, page_size, device, dtype)
         self.pages = PageTable(len(rows) + 2, longest, page_size, device)
-        self.pool.tensor.fill_(float("nan"))
+        # 0xff is NaN in each part of it: a number of fp8, and a scale.
+        self.pool.tensor.fill_(float("nan") if self.pool.kind is None else 0xFF)
         places = draw.permutation(len(rows) + 2)[: len(rows)]
         ids = draw.permutation(len(rows) * pages_each) + 1
         tokens = sum(count for _, count in rows)
@@ -38,7 +49,10 @@ class Step:
             used = -(-(start + count) // page_size)
             self.pages.tensor[row, :used] = torch.from_numpy(own[:used]).to(device, torch.int32)
             slots = self.pages.slots(torch.tensor(int(row)), torch.arange(start)).long()
-            self.pool.tensor[:, :, slots] = torch.randn(1, 2, start, kv_heads, head_dim, device=device).to(dtype)
+            if not start:
+                continue
+            cached = torch.randn(1, 2, start, kv_heads, head_dim, device=device)
+            self.pool.tensor[:, :, slots] = cached.to(dtype) if self.pool.kind is None else in_bytes(cached, dtype)
         starts, counts = (np.array(column) for column in zip(*rows, strict=True))
         positions = np.concatenate([np.arange(start, start + count) for start, count in rows])
         pool_rows = torch.from_numpy(np.repeat(places, counts)).to(device)
@@ -54,19 +68,30 @@ class Step:
             decode_rows=next((i for i, count in enumerate(counts) if count > 1), len(rows)),
         )
         # As a layer has it: queries, keys and values are parts of one product.
-        qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=device).to(dtype)
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=device)
+        qkv = qkv.to(dtype) if self.pool.kind is None else qkv
         self.qkv = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         self.heads = heads
 
     def check(self, window=0, softcap=0.0, sinks=False, tolerance=2e-6):
         sink = (torch.randn(self.heads, device=self.batch.positions.device),) if sinks else ()
         spec = AttentionSpec((window,), self.qkv[0].shape[2] ** -0.5, softcap, sink)
-        backend = TritonAttention(self.pool, self.pages, spec, self.heads)
+        backend = TritonAttention(self.pool, self.pages, spec, self.heads, self.qkv[0].dtype)
         judged = CheckedAttention(backend, self.pool, self.pages, spec, tolerance)
         judged.prepare(self.batch)
         return judged.forward(0, *self.qkv, self.batch)
 
 
+def in_bytes(x, kind):
+    """Heads of numbers with their scale behind them, rounded by torch; see KvPool."""
+    most = MOST[str(kind).removeprefix("torch.")]
+    scales = x.abs().amax(-1, keepdim=True) / most
+    scaled = (x / scales).clamp(-most, most)
+    codes = (scaled.round() if kind == torch.int8 else scaled).to(kind)
+    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=-1)
+
+
+MOST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 KINDS = {
     "one decode": [(0, 1)],
     "decodes": [(5, 1), (63, 1), (64, 1), (299, 1), (0, 1)],
@@ -99,6 +124,28 @@ def test_any_page_size(page_size):
     Step(KINDS["all"], page_size=page_size).check(window=40)
 
 
+@pytest.mark.parametrize("kind", KV_BYTES.values(), ids=KV_BYTES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size"), [(4, 2, 16, 1), (14, 2, 64, 16), (3, 1, 40, 4), (8, 4, 128, 1)]
+)
+def test_keys_and_values_of_one_byte(kind, heads, kv_heads, head_dim, page_size):
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
+    step = Step([(9, 1), (270, 2), (0, 18)], dtype=kind, **shape)
+    step.check(window=60 if kv_heads == 1 else 0, sinks=page_size == 4)
+
+
+@pytest.mark.parametrize("kind", KV_BYTES.values(), ids=KV_BYTES)
+def test_a_number_that_is_none_stays_none(kind):
+    step = Step([(20, 1)], dtype=kind)
+    q, _, v = step.qkv
+    v[0, 1, 3] = float("nan")
+    spec = AttentionSpec((0,), 0.25)
+    backend = TritonAttention(step.pool, step.pages, spec, step.heads, q.dtype)
+    backend.prepare(step.batch)
+    found = backend.forward(0, *step.qkv, step.batch).view(4, 16)
+    assert found.isnan().all(1).tolist() == [False, False, True, True]
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     alone, among = Step([(333, 1)]), Step([(333, 1), (5, 1), (700, 1), (0, 40)], seed=1)
     row, place = int(among.batch.pool_rows[0]), int(alone.batch.pool_rows[0])
@@ -114,7 +161,3 @@ def test_blocks_cover_each_query_once():
     firsts, counts = cut(np.array([3, 40]), np.array([37, 8]), 16)
     assert firsts.tolist() == [3, 19, 35, 40]
     assert counts.tolist() == [16, 16, 5, 8]
-
-
-def test_shapes_are_those_that_pools_read():
-    assert {"attention_layers", "num_kv_heads", "head_dim"} <= set(dir(ModelConfig))

@@ -3,6 +3,7 @@
 No GPU is needed: Triton's launcher binds the arguments, and its wheel has ptxas.
 """
 
+import re
 from itertools import product
 
 import pytest
@@ -12,11 +13,14 @@ from tests.executor.triton_launches import SHARED_LIMITS, columns, need_compiler
 
 need_compiler()
 
+from tokenyard.executor.attention.backend import KvSlots  # noqa: E402
 from tokenyard.executor.attention.triton import attention_kernel as attention  # noqa: E402
 from tokenyard.executor.attention.triton import layer_kernels as layers  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, FEW_SPLITS  # noqa: E402
 from tokenyard.executor.attention.triton.fp8_kernels import quantize_rows  # noqa: E402
+from tokenyard.executor.attention.triton.packed_kv import store_packed  # noqa: E402
 from tokenyard.executor.attention.triton.sampling_kernels import TritonSamplingBackend  # noqa: E402
+from tokenyard.executor.kv_pool import KV_BYTES, SCALE_BYTES  # noqa: E402
 from tokenyard.executor.sampling.sampling_batch import SamplingRows  # noqa: E402
 from tokenyard.executor.sampling.top_k_top_p import SamplingInputs  # noqa: E402
 
@@ -47,12 +51,24 @@ def stages(capability):
     return attention.CHUNK_STAGES if little else attention.DECODE_STAGES
 
 
-def attend(capability, dtype, heads, kv_heads, head_dim, window):
+BYTES = [
+    (80, "bfloat16", "int8", 32, 8, 128),
+    (86, "float16", "fp8_e5m2", 14, 2, 64),
+    (89, "float32", "fp8_e4m3", 8, 4, 256),
+    (90, "bfloat16", "fp8_e4m3", 32, 8, 128),
+    (90, "bfloat16", "int8", 8, 1, 64),
+    (100, "bfloat16", "fp8_e4m3", 32, 8, 128),
+    (120, "bfloat16", "fp8_e5m2", 8, 4, 256),
+]
+"""Pools of bytes."""
+
+
+def attend(capability, dtype, heads, kv_heads, head_dim, window, kind=None):
     """Launch what steps launch: decodes, a few queries, long blocks. Windows come with a soft cap and sinks."""
     dtype, group = getattr(torch, dtype), heads // kv_heads
-    q, pool = torch.zeros(6, heads, head_dim, dtype=dtype), torch.zeros(2, 64, kv_heads, head_dim, dtype=dtype)
+    q, pool = torch.zeros(6, heads, head_dim, dtype=dtype), pool_of(kv_heads, head_dim, dtype, kind)
     sinks = torch.zeros(heads) if window else None
-    layer = attention.AttentionInputs(q, pool[0], pool[1], window, 0.1, 2.0 if window else 0.0, sinks)
+    layer = attention.AttentionInputs(q, pool[0], pool[1], window, 0.1, 2.0 if window else 0.0, sinks, kind)
     positions, pool_rows, tokens, counts = columns(4, 6)
     table, scratch = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(64)
     long = attention.block_size(group, dtype)
@@ -61,6 +77,13 @@ def attend(capability, dtype, heads, kv_heads, head_dim, window):
         own = () if splits == 1 else (stages(capability), scratch, scratch)
         blocks = attention.QueryBlocks(tokens, counts, size, splits, *own)
         attention.attend(blocks, layer, table, 16, positions, pool_rows, torch.empty_like(q))
+
+
+def pool_of(kv_heads, head_dim, dtype, kind):
+    """A layer's keys and values; see KvPool."""
+    if kind is None:
+        return torch.zeros(2, 64, kv_heads, head_dim, dtype=dtype)
+    return torch.zeros(2, 64, kv_heads, head_dim + SCALE_BYTES, dtype=torch.uint8)
 
 
 def check(binaries, capability):
@@ -84,6 +107,23 @@ def test_attention_fits_devices(case):
         assert decode.shared >= 4 * tile
 
 
+@pytest.mark.parametrize("case", BYTES, ids=str)
+def test_attention_over_bytes_fits_devices(case):
+    capability, dtype, name, heads, kv_heads, head_dim = case
+    kind, slots = KV_BYTES[name], columns(1, 6)[0]
+    pool = pool_of(kv_heads, head_dim, getattr(torch, dtype), kind)
+    qkv = torch.zeros(6, heads + 2 * kv_heads, head_dim, dtype=getattr(torch, dtype))
+    with pretended_launches(capability, compiled=True) as launches:
+        attend(capability, dtype, heads, kv_heads, head_dim, 0, kind)
+        layers.rotate_and_store(qkv, torch.zeros(6, 2, 1, head_dim // 2), KvSlots(slots, *pool, kind), None, 1e-5)
+        store_packed(*pool, slots, kind, qkv[:, :kv_heads], qkv[:, :kv_heads])
+    check(launches.binaries, capability)
+    # Four bytes at a time, as heads lie on multiples of four.
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, 0x(\w+), %", launches.binaries[0].ptx)
+    assert copies
+    assert min(int(size, 16) for size in copies) >= 4
+
+
 @pytest.mark.parametrize(("capability", "dtype"), [(90, "bfloat16"), (89, "float16"), (120, "float32")])
 def test_the_other_kernels_fit_devices(capability, dtype):
     dtype, (slots, rows, positions, pool_rows) = getattr(torch, dtype), columns(4, 6)
@@ -98,7 +138,7 @@ def test_the_other_kernels_fit_devices(capability, dtype):
         layers.silu_gate(*torch.zeros(6, 28672, dtype=dtype).chunk(2, dim=-1))
         for block in (128, 4096):
             quantize_rows(x, block)
-        layers.rotate_and_store(qkv, cos_sin, slots, pool[0], pool[1], norms, 1e-5)
+        layers.rotate_and_store(qkv, cos_sin, KvSlots(slots, pool[0], pool[1]), norms, 1e-5)
         kernels.draw(logits, SamplingInputs(rows, pool_rows, positions, kernels.likeliest(logits), kept))
     check(launches.binaries, capability)
     assert len(launches.binaries) == 9

@@ -58,7 +58,7 @@ def make(name):
     config = read_model_config(SHAPES[name], None)
     pool, pages = KvPool(config, 1, 16, GPU, torch.bfloat16), PageTable(ROWS, 8192, 16, GPU)
     decoder = Decoder(config, Weights(), GPU, 8192)
-    attention = TritonAttention(pool, pages, decoder.attention_spec, config.num_heads)
+    attention = TritonAttention(pool, pages, decoder.attention_spec, config.num_heads, decoder.dtype)
     decoder.fuse(TritonKernels(attention))
     return config, TorchModel(decoder, attention)
 

@@ -28,6 +28,20 @@ def test_greedy_tokens_under_a_schedule_of_all_kinds(make_driver, case, page_siz
     run_all_kinds(driver, case)
 
 
+@pytest.mark.parametrize(("case", "page_size"), [("qwen3-layers", 1), ("gemma4", 4)])
+def test_keys_and_values_of_one_byte_move_logits_a_little(make_driver, case, page_size):
+    """Gemma 4 writes them by a kernel of its own, the other one as it rotates them."""
+    prompt, found = prompt_of(40, seed=3), []
+    for kv in ("auto", "int8"):
+        driver = make_driver(case, page_size=page_size, kv_cache_dtype=kv, **TRITON)
+        row = driver.start(prompt)
+        driver.step((row, 30))
+        _, _, ticket = driver.launch((row, None), delay=True)
+        found.append(ticket.logits.cpu())
+    exact, rounded = found
+    assert 0.0 < (rounded - exact).square().mean().sqrt() < 0.1 * exact.std()
+
+
 def test_rows_sample_at_several_positions(make_driver):
     driver = make_driver("qwen3-layers", page_size=4, **TRITON)
     prompts = {4: prompt_of(40, seed=3), 1: prompt_of(23, seed=4)}

@@ -45,7 +45,8 @@ def test_each_group_attends_as_float64_does(folder):
 
     def make(pool, pages, spec):
         heads = read_folder_config(Path(folder("qwen3-layers"))).num_heads
-        checked.append(CheckedAttention(TritonAttention(pool, pages, spec, heads), pool, pages, spec))
+        backend = TritonAttention(pool, pages, spec, heads, pool.tensor.dtype)
+        checked.append(CheckedAttention(backend, pool, pages, spec))
         return checked[-1]
 
     model.attention = HybridFusedKvWriteAttention(make, executor.kv_pool, executor.pages, model.attention_spec)

@@ -229,8 +229,8 @@ class DeclaredSettings(SharedSettings):
     kv_cache_dtype: str = setting(
         "auto",
         "device",
-        "type of keys and values in the pool, for the CPU's native kernels: one byte with a scale for each head of a "
-        "token, or --dtype (auto)",
+        "type of keys and values in the pool: one byte with a scale for each head of a token, for the CPU's native "
+        "kernels and for Triton's on a GPU, or --dtype (auto)",
         choices=("auto", "int8", "fp8_e4m3", "fp8_e5m2"),
     )
     enable_deterministic_inference: bool = setting(

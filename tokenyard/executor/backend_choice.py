@@ -12,10 +12,11 @@ from tokenyard.executor.attention.flashinfer import FlashInferAttention
 from tokenyard.executor.attention.flashinfer import why_not as flashinfer_why_not
 from tokenyard.executor.attention.hybrid import HybridAttention, HybridFusedKvWriteAttention
 from tokenyard.executor.attention.reference import GatherAttention
+from tokenyard.executor.attention.triton.available import interpreted
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.formats.converted import WeightsMemory
 from tokenyard.executor.forward_batch import PageTable
-from tokenyard.executor.kv_pool import KV_BYTES, KvPool
+from tokenyard.executor.kv_pool import KV_BYTES, SCALE_BYTES, KvPool
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
@@ -38,6 +39,8 @@ HOPPER = (9, 0)
 BITS_ON_LOAD = {"q4": 4, "q8": 8}
 """Bits of weights in blocks that are made as a model loads."""
 QUANTIZATIONS = ("none", "int8", *BITS_ON_LOAD)
+E4M3_FROM = (8, 9)
+"""The first compute capability whose instructions convert fp8_e4m3."""
 MAX_INT8_INPUTS = 1 << 16
 """Sums of more products of bytes could leave 32 bits."""
 
@@ -85,8 +88,8 @@ def choose_backends(
 
     kv_cache_dtype: one of KV_BYTES, or auto for `dtype`.
 
-    Raises ConfigError for an unknown name, for a backend that is named but cannot be used, and for a
-    quantization, a kv_cache_dtype or `deterministic` without a native model.
+    Raises ConfigError for an unknown name, for a backend that is named but cannot be used, for a quantization or
+    `deterministic` without a native model, and for a kv_cache_dtype without that or Triton.
     """
     for name, value, known in (
         ("model_impl", model_impl, MODEL_IMPLS),
@@ -96,18 +99,16 @@ def choose_backends(
     ):
         if value not in known:
             raise ConfigError(f"{name} {value!r} is unknown; use {', '.join(known)}")
-    choice = _choose(model_impl, attention_backend, config, dtype, device, threads)
+    kv_dtype = KV_BYTES.get(kv_cache_dtype, dtype)
+    choice = _choose(model_impl, attention_backend, config, dtype, device, threads, kv_dtype)
     if deterministic and not choice.native_model:
         raise ConfigError(
             f"deterministic inference needs a native model; this one's steps are computed by {choice.kernels}"
         )
-    choice = replace(choice, deterministic=deterministic, kv_dtype=KV_BYTES.get(kv_cache_dtype, dtype))
+    choice = replace(choice, deterministic=deterministic, kv_dtype=kv_dtype)
     if kv_cache_dtype != "auto":
-        if not choice.native_model:
-            raise ConfigError(
-                f"--kv-cache-dtype {kv_cache_dtype} needs a native model; this one's steps are computed by "
-                f"{choice.kernels}"
-            )
+        if reason := _why_no_kv_bytes(choice, config, device):
+            raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype} {reason}")
         choice = replace(choice, kernels=f"{choice.kernels}, KV {kv_cache_dtype}")
     if quantization == "none":
         return choice
@@ -123,15 +124,42 @@ def choose_backends(
     return replace(choice, int8=True)
 
 
+def _why_no_kv_bytes(choice: BackendChoice, config: ModelConfig, device: torch.device) -> str:
+    """Return why the chosen backends cannot keep KV in bytes, "" if they can."""
+    if choice.native_model:
+        return ""
+    if not choice.triton or choice.flashinfer:
+        return (
+            "needs a native model, or attention by Triton on a GPU; this one's steps are computed by " + choice.kernels
+        )
+    if choice.kv_dtype == torch.float8_e4m3fn and not interpreted():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < E4M3_FROM:
+            return (
+                f"needs compute capability 8.9 or newer, and {device} has {capability[0]}.{capability[1]}; "
+                "take fp8_e5m2 or int8"
+            )
+    if any(config.kv_shape(layer)[1] % SCALE_BYTES for layer in config.kv_layers):
+        return f"takes heads of a multiple of {SCALE_BYTES} dimensions on a GPU"
+    return ""
+
+
 def _choose(
-    model_impl: str, attention_backend: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, threads: int
+    model_impl: str,
+    attention_backend: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+    kv_dtype: torch.dtype,
 ) -> BackendChoice:
     if attention_backend == "gather" and model_impl != "native":
         return BackendChoice(None, False, "torch")
     if attention_backend == "flashinfer":
         return _flashinfer(model_impl, config, dtype, device)
     on_cuda = device.type == "cuda" and attention_backend == "auto" and model_impl != "native"
-    flashinfer = on_cuda and not flashinfer_why_not(device, dtype, config)
+    # flashinfer reads no bytes with a scale for each head.
+    flashinfer = on_cuda and kv_dtype.itemsize > 1 and not flashinfer_why_not(device, dtype, config)
     if flashinfer and torch.cuda.get_device_capability(device) == HOPPER:
         return _flashinfer(model_impl, config, dtype, device)
     if attention_backend == "triton" or on_cuda:
@@ -254,7 +282,7 @@ def _on_a_gpu(choice: BackendChoice, layers: Decoder, pool: KvPool, pages: PageT
         # Imported here because the package triton is optional and slow to import.
         from tokenyard.executor.attention.triton.backend import TritonAttention
 
-        return TritonAttention(pool, pages, spec, layers.config.num_heads)
+        return TritonAttention(pool, pages, spec, layers.config.num_heads, layers.dtype)
 
     make = attend if pool.windows is None else partial(HybridFusedKvWriteAttention, attend)
     attention = make(pool, pages, layers.attention_spec)

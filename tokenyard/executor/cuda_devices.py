@@ -70,8 +70,13 @@ def _driver_version(text: str) -> str:
 def prepare_cuda(device: torch.device) -> None:
     """Set what torch keeps per process: the current device, and how products and attention are computed.
 
-    Raises ConfigError for a device below MIN_CAPABILITY.
+    Raises ConfigError for a device below MIN_CAPABILITY, and for one of AMD, which torch calls a CUDA device too.
     """
+    if torch.version.hip:
+        raise ConfigError(
+            f"torch {torch.__version__} is built for ROCm, and nothing of Tokenyard was written or tried for AMD's "
+            "GPUs: take --device cpu, or install a torch for CUDA where there is an NVIDIA device"
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)

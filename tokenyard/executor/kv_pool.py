@@ -65,9 +65,12 @@ class KvPool:
             self.windows = KvPool(config, local_pages, page_size, device, dtype, layers=local)
             layers = [layer for layer in config.kv_layers if layer not in local]
         layers = config.kv_layers if layers is None else layers
+        self.kind = dtype if dtype.itemsize == 1 else None
+        """The type of the numbers of a pool of bytes, None where they are stored as they are."""
         slots = (num_pages + 1) * page_size
         kv_shape = config.kv_shape(layers[0]) if layers else (config.num_kv_heads, config.head_dim)
         shape = (len(layers), config.kv_planes, slots, *kv_shape)
+        self.head_dim = shape[-1]
         if dtype.itemsize == 1:
             shape, dtype = (*shape[:-1], shape[-1] + SCALE_BYTES), torch.uint8
         # Zeros, because a masked slot counts as 0 * value, which must never be 0 * NaN.

@@ -206,7 +206,7 @@ def load_executor(
         states=_state_bytes(config, given, kind),
         reserved_bytes=_reserved_bytes(config, choice, given, target, kind, length, part, drafts_from),
     )
-    num_pages, states = _choose_states(config, given, kind, num_pages)
+    num_pages, states = _choose_states(config, given, kind, choice.kv_dtype, num_pages)
     info = ExecutorInfo(
         model=model_path,
         device=str(target),
@@ -322,12 +322,13 @@ def _state_bytes(config: ModelConfig, given: LoadOptions, dtype: torch.dtype) ->
 
 
 def _choose_states(
-    config: ModelConfig, given: LoadOptions, dtype: torch.dtype, num_pages: int
+    config: ModelConfig, given: LoadOptions, dtype: torch.dtype, kv_dtype: torch.dtype, num_pages: int
 ) -> tuple[int, StateGroup | None]:
     """The pages of the KV pool, and the recurrent states of the model, for a pool that has `num_pages` for KV."""
     if config.recurrent is None:
         return num_pages, None
-    slot_bytes, page_bytes = state_bytes(config.recurrent, dtype), given.page_size * kv_bytes_per_token(config, dtype)
+    slot_bytes = state_bytes(config.recurrent, dtype)
+    page_bytes = given.page_size * kv_bytes_per_token(config, kv_dtype)
     ratio, interval = given.mamba_full_memory_ratio, given.mamba_track_interval
     if given.mamba_shared_memory and ratio:
         together = int(num_pages * (1 + ratio))

@@ -57,12 +57,13 @@ class PlansCapturedSteps(Protocol):
 
 class KvSlots(NamedTuple):
     """Where a layer's keys and values of a batch's tokens go: slots int64[T] of keys and values [slot, kv heads,
-    head_dim].
+    head_dim]. kind: of a pool of bytes, see KvPool.
     """
 
     slots: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    kind: torch.dtype | None = None
 
 
 class FusedKvWriteAttention(AttentionBackend, Protocol):

@@ -106,6 +106,11 @@ class Decoder:
         """Return memory for what `forward` returns for `tokens` tokens."""
         return self._hidden_like.new_empty(tokens, self.config.hidden_size)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of hidden states."""
+        return self._hidden_like.dtype
+
     def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embed int64[T]: [T, hidden]."""
         x = self._embedding(token_ids)

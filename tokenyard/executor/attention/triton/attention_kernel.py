@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenyard.executor.attention.triton.packed_kv import SCALE_BYTES, TRITON_KINDS, load_scales
+
 SPLITS = 16
 """Most splits of the keys of a row that decodes."""
 SPLIT_KEYS = 256
@@ -82,11 +84,12 @@ def _attend_kernel(
     tokens,
     counts,
     q_stride,
-    slot_stride,
     table_stride,
     scale,
     softcap,
     heads,
+    SLOT_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -101,6 +104,8 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr,
 ):
     block, kv_head = tl.program_id(0), tl.program_id(1)
+    # A head of bytes has its scale behind it.
+    head_stride: tl.constexpr = HEAD_DIM if KIND is None else HEAD_DIM + SCALE_BYTES
     first = tl.load(tokens + block)
     count = tl.load(counts + block)
     begin = tl.load(positions + first).to(tl.int32)
@@ -132,10 +137,14 @@ def _attend_kernel(
         for begin_n in range(low, high, BLOCK_N):
             n = begin_n + tl.arange(0, BLOCK_N)
             page = tl.load(table + row * table_stride + n // PAGE, n < high, other=0).to(tl.int64)
-            place = (page * PAGE + n % PAGE) * slot_stride + kv_head * HEAD_DIM
+            place = (page * PAGE + n % PAGE) * SLOT_STRIDE + kv_head * head_stride
             there = (n < high)[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(keys + place[:, None] + d[None, :], there, other=0.0)
+            if KIND is not None:
+                k = k.to(KIND, bitcast=True).to(own.dtype)
             scores = tl.dot(own, tl.trans(k), input_precision="ieee") * scale
+            if KIND is not None:
+                scores = scores * load_scales(keys, place + HEAD_DIM, n < high)[None, :]
             if SOFTCAP:
                 # tanh(x) is 2 * sigmoid(2 x) - 1.
                 scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -150,6 +159,9 @@ def _attend_kernel(
             kept = tl.exp2(best - base)
             total = total * kept + tl.sum(weights, 1)
             v = tl.load(values + place[:, None] + d[None, :], there, other=0.0)
+            if KIND is not None:
+                weights = weights * load_scales(values, place + HEAD_DIM, n < high)[None, :]
+                v = v.to(KIND, bitcast=True).to(own.dtype)
             found = found * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             best = now
         found = found / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -217,12 +229,13 @@ class AttentionInputs:
     """What attends in one launch, and how (see AttentionSpec).
 
     q: [T, heads, head_dim], with the heads of a token in a row of memory.
-    keys: [slot, kv heads, head_dim] of one layer.
-    values: [slot, kv heads, head_dim] of the same layer.
+    keys: [slot, kv heads, head_dim] of one layer; of a pool of bytes as KvPool has them.
+    values: the same of the same layer.
     window: how many positions back a query attends.
     scale: factor on the scores.
     softcap: bound of the scores, 0 for none.
     sinks: float32[heads], or None.
+    kind: of a pool of bytes, see KvPool.
     """
 
     q: torch.Tensor
@@ -232,6 +245,7 @@ class AttentionInputs:
     scale: float
     softcap: float
     sinks: torch.Tensor | None
+    kind: torch.dtype | None = None
 
 
 def attend(
@@ -268,8 +282,11 @@ def attend(
     _attend_kernel[count, kv_heads, split_programs(blocks.splits, count * kv_heads)](
         *(out, partial, sums, layer.q, layer.keys, layer.values, sinks),
         *(table, positions, pool_rows, blocks.tokens, blocks.counts),
-        *(layer.q.stride(0), layer.keys.stride(0), table.stride(0), layer.scale, layer.softcap or 1.0, heads),
+        *(layer.q.stride(0), table.stride(0), layer.scale, layer.softcap or 1.0, heads),
         **constants,
+        # Not an argument: where it is no multiple of 16, as of bytes, the compiler would know of no alignment at all.
+        SLOT_STRIDE=layer.keys.stride(0),
+        KIND=TRITON_KINDS[layer.kind],
         GROUP=group,
         PAGE=page_size,
         SOFTCAP=bool(layer.softcap),

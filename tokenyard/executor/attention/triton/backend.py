@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.executor.attention.backend import AttentionSpec, FusedKvWriteAttention, KvSlots
+from tokenyard.executor.attention.backend import AttentionSpec, FusedKvWriteAttention, KvSlots, set_kv_buffer
 from tokenyard.executor.attention.triton.attention_kernel import (
     SPLITS,
     AttentionInputs,
@@ -14,6 +14,7 @@ from tokenyard.executor.attention.triton.attention_kernel import (
     decode_stages,
 )
 from tokenyard.executor.attention.triton.layer_kernels import add_norm, norm, rotate_and_store, silu_gate
+from tokenyard.executor.attention.triton.packed_kv import store_packed
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
 
@@ -26,11 +27,12 @@ FEW_SPLITS = 4
 class TritonAttention(FusedKvWriteAttention):
     """An AttentionBackend by own kernels, straight over the page table: decodes, drafts to verify, and chunks."""
 
-    def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
+    def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int, dtype: torch.dtype) -> None:
+        """heads: of queries, which are of `dtype`."""
         self._pool, self._pages, self._spec, self._heads = pool, pages, spec, heads
         self._sinks = [layer.float().contiguous() for layer in spec.sinks]
-        kv_heads, self._head_dim = pool.tensor.shape[3:]
-        self._block_size = block_size(heads // kv_heads, pool.tensor.dtype)
+        kv_heads, self._head_dim = pool.tensor.shape[3], pool.head_dim
+        self._block_size = block_size(heads // kv_heads, dtype)
         device = pool.tensor.device
         self._stages = decode_stages(device)
         # A step of nothing but decodes needs no more than these, so nothing is sent to the device for it.
@@ -60,7 +62,18 @@ class TritonAttention(FusedKvWriteAttention):
 
     def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
         """Where a layer's keys and values of a batch belong; see FusedKvWriteAttention."""
-        return KvSlots(batch.slots, *self._pool.layer(layer))
+        return KvSlots(batch.slots, *self._pool.layer(layer), self._pool.kind)
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Store keys and values and attend; see AttentionBackend."""
+        place = self.place(layer, batch)
+        if place.kind is None:
+            set_kv_buffer(place, k, v)
+        else:
+            store_packed(place.keys, place.values, place.slots, place.kind, k, v)
+        return self.attend(layer, q, batch)
 
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attend with keys and values that are in the pool; see FusedKvWriteAttention."""
@@ -72,6 +85,7 @@ class TritonAttention(FusedKvWriteAttention):
         how = AttentionInputs(
             *(q, keys, values, spec.windows[layer], spec.scale, spec.softcap),
             self._sinks[layer] if self._sinks else None,
+            self._pool.kind,
         )
         for blocks in self._launches:
             attend(blocks, how, self._pages.tensor, self._pages.page_size, batch.positions, batch.pool_rows, out)
@@ -104,7 +118,7 @@ class TritonKernels:
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Rotate, store and attend; see FusedKernels."""
-        q = rotate_and_store(qkv, cos_sin, *self._attention.place(layer, batch), norm_weight, eps)
+        q = rotate_and_store(qkv, cos_sin, self._attention.place(layer, batch), norm_weight, eps)
         return self._attention.attend(layer, q, batch)
 
 

@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenyard.executor.attention.backend import KvSlots
+from tokenyard.executor.attention.triton.packed_kv import SCALE_BYTES, TRITON_KINDS, store_heads
+
 GATE_BLOCK = 1024
 
 
@@ -80,8 +83,9 @@ def _rotate_kernel(
     slots,
     weight,
     qkv_stride,
-    slot_stride,
     eps,
+    SLOT_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -115,32 +119,34 @@ def _rotate_kernel(
     is_q = head < HEADS
     to_q = q + (token * HEADS + head[:, None]) * HEAD_DIM + d[None, :]
     tl.store(to_q, x.to(q.dtype.element_ty), real & is_q[:, None])
-    slot = tl.load(slots + token) * slot_stride
+    slot = tl.load(slots + token) * SLOT_STRIDE
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    to_k = keys + slot + (head - HEADS)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(to_k, x.to(keys.dtype.element_ty), real & is_k[:, None])
-    is_v = head >= HEADS + KV_HEADS
-    to_v = values + slot + (head - HEADS - KV_HEADS)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(to_v, x.to(values.dtype.element_ty), real & is_v[:, None])
+    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
+    if KIND is None:
+        to_k = keys + slot + k_head[:, None] * HEAD_DIM + d[None, :]
+        tl.store(to_k, x.to(keys.dtype.element_ty), real & is_k[:, None])
+        to_v = values + slot + v_head[:, None] * HEAD_DIM + d[None, :]
+        tl.store(to_v, x.to(values.dtype.element_ty), real & is_v[:, None])
+    else:
+        store_heads(keys, slot + k_head * (HEAD_DIM + SCALE_BYTES), x, real, is_k, HEAD_DIM, KIND)
+        store_heads(values, slot + v_head * (HEAD_DIM + SCALE_BYTES), x, real, is_v, HEAD_DIM, KIND)
 
 
 def rotate_and_store(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    place: KvSlots,
     norm_weight: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
     """Rotate queries and keys and write keys and values into their slots; returns the queries [T, heads, head_dim].
 
     qkv: [T, heads + 2 kv heads, head_dim] as the product gave it. cos_sin: float32[T, 2, 1, rotated / 2], see
-    Rotary.at. slots: int64[T]. keys, values: a layer's pool. norm_weight: [heads + kv heads, head_dim] of a norm of
-    each head before its rotation, or None.
+    Rotary.at. norm_weight: [heads + kv heads, head_dim] of a norm of each head before its rotation, or None.
     """
     tokens, all_heads, head_dim = qkv.shape
-    kv_heads = keys.shape[1]
+    kv_heads = place.keys.shape[1]
     heads = all_heads - 2 * kv_heads
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
@@ -148,8 +154,10 @@ def rotate_and_store(
     block_d = triton.next_power_of_2(head_dim)
     tile = max(1, min(triton.next_power_of_2(all_heads), 1024 // block_d))
     _rotate_kernel[tokens, triton.cdiv(all_heads, tile)](
-        *(q, keys, values, qkv, cos_sin, slots, q if norm_weight is None else norm_weight),
-        *(qkv.stride(0), keys.stride(0), eps),
+        *(q, place.keys, place.values, qkv, cos_sin, place.slots, q if norm_weight is None else norm_weight),
+        *(qkv.stride(0), eps),
+        SLOT_STRIDE=place.keys.stride(0),
+        KIND=TRITON_KINDS[place.kind],
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
