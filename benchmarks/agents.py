@@ -37,7 +37,7 @@ from tokenyard.base import Float64Array
 from tokenyard.cli.flags import Parser
 from tokenyard.cli.simulate import add_simulate_arguments
 from tokenyard.cli.simulation_arguments import check_arguments, load_workload, make_setup, profile_of
-from tokenyard.policy.return_times import KINDS, ReturnTimes
+from tokenyard.policy.return_times import KINDS, CheckedReturnTimes
 from tokenyard.sim.report.summary import summary
 from tokenyard.sim.simulate import simulate
 from tokenyard.sim.traces.workload import Workload
@@ -73,7 +73,7 @@ COLUMNS = (
 )
 
 
-class ScrambledReturnTimes(ReturnTimes):
+class ScrambledReturnTimes(CheckedReturnTimes):
     """Learns as it should, and answers for each kind of stop and idle time with the index of another one."""
 
     @override
@@ -106,8 +106,8 @@ class Run:
         policy = [] if words[0].startswith("-") else ["--schedule-policy", words.pop(0)]
         args = _arguments((*self._sessions, *policy, *words))
         workload = _workload(self._sessions)
-        returns = ScrambledReturnTimes if self.row.startswith(SCRAMBLED) else ReturnTimes
-        with patch("tokenyard.scheduler.session_table.ReturnTimes", returns):
+        returns = ScrambledReturnTimes if self.row.startswith(SCRAMBLED) else CheckedReturnTimes
+        with patch("tokenyard.scheduler.session_table.CheckedReturnTimes", returns):
             outcome = simulate(workload, make_setup(args, workload, args.preset))
         return {**asdict(self), "common": list(self.common), **summary(outcome)["sessions"]}
 

@@ -3,7 +3,7 @@ import pytest
 
 from tests.policy.waiting_order import make_yard, row
 from tokenyard.base import NS_PER_S, SessionEnded, TurnEnded
-from tokenyard.policy.return_times import BORDERS_S, KINDS, ReturnTimes
+from tokenyard.policy.return_times import BORDERS_S, KINDS, CheckedReturnTimes, ReturnTimes
 from tokenyard.scheduler import RowState
 from tokenyard.scheduler.session_table import MAX_NAME_BYTES, MAX_SESSIONS
 
@@ -49,6 +49,34 @@ def test_kinds_of_stops_are_told_apart_and_new_gaps_replace_old_ones():
     for _ in range(30_000):
         returns.came_back(KINDS["tool"], 500 * S)
     assert index(returns, "tool", 1.0)[0] == pytest.approx(user, rel=0.5)
+
+
+@pytest.mark.parametrize("scrambled", [False, True])
+def test_predictions_that_are_wrong_give_way_until_they_are_right_again(scrambled):
+    """Tools take 2 s and people 500 s; the other way round is expected, for a while."""
+
+    class Swapped(CheckedReturnTimes):
+        wrong = scrambled
+
+        def indices(self):
+            found = super().indices()
+            return found[[0, 2, 1, 3, 4]] if self.wrong else found
+
+    returns = Swapped()
+
+    def see(gaps):
+        for gap in range(gaps):
+            kind, gap_s = ("user", 500) if gap % 5 == 4 else ("tool", 2)
+            returns.came_back(KINDS[kind], gap_s * S)
+
+    see(100)
+    assert returns.trusted is not scrambled
+    for kind in ("tool", "user") if scrambled else ():
+        assert index(returns, kind, 5.0, 100.0) == pytest.approx([1 / BORDERS_S[6], 1 / BORDERS_S[13]])
+    returns.wrong = False
+    see(1500)
+    assert returns.trusted
+    assert index(returns, "tool", 1.0)[0] > 10 * index(returns, "user", 1.0)[0]
 
 
 def test_a_session_idle_for_hours_is_in_the_last_interval():

@@ -5,10 +5,8 @@ from typing_extensions import override
 from tokenyard.base import SchedulerSettings
 from tokenyard.policy.base import Policy
 from tokenyard.policy.hits_first import CHEAP, MISS, HitsFirst
+from tokenyard.policy.return_times import SOON_PER_S
 from tokenyard.policy.views import Views
-
-SOON_PER_S = 1 / 60
-"""KV with at least so many returns per second of keeping it (`ReturnTimes.index`) is expected back soon."""
 
 
 class SessionPolicy(HitsFirst):

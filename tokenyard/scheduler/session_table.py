@@ -17,7 +17,7 @@ from typing_extensions import override
 from tokenyard.base import NS_PER_MS, NS_PER_S, CostModel, PrefixListener, Request, TenantSettings
 from tokenyard.policy.eviction_value import CachedPrefix, GuardedValue
 from tokenyard.policy.prefill_time import PrefillTime
-from tokenyard.policy.return_times import KINDS, NO_SESSION, ReturnTimes
+from tokenyard.policy.return_times import KINDS, NO_SESSION, CheckedReturnTimes
 from tokenyard.policy.views import IdleSessions, SessionState
 from tokenyard.scheduler.request_observer import Counters
 
@@ -119,7 +119,7 @@ class SessionTable(IdleSessions, PrefixListener):
         """Whether the policy or the eviction reads the table. Requests without a session matter to them only."""
         self.retains: Callable[[SessionState, int], bool] | None = None
         """`Policy.retains` of the policy in use; None if it retains nothing."""
-        self.returns = ReturnTimes()
+        self.returns = CheckedReturnTimes()
         self._tree = tree
         self._tenants = tenants or {}
         self._worth = worth
