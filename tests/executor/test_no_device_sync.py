@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.executor.lora_maker import save_adapter
 from tests.executor.meta_device import GPU, UPLOADS, Waited, Watch, pretend_driver
 from tests.executor.test_cuda_graphs import TableAttention
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import LogprobOptions, SamplingParams
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.lora_manager import LoraManager, TorchLoraPool
 from tokenyard.executor.model_loader import read_folder_config
 
 KINDS = {
@@ -101,6 +103,22 @@ def test_a_recorded_step_waits_for_nothing(folder, monkeypatch):
         driver.launch(*[(row, 1) for row in rows])
         driver.launch(*[(row, 1) for row in rows])
     assert len(played) == 2
+
+
+def test_adapters_are_not_waited_for(folder, monkeypatch, tmp_path):
+    """Neither their rows nor their way to the device: a mix of them in a product, and each in one of its own."""
+    config = read_folder_config(Path(folder("llama")))
+    driver = pretend_driver(monkeypatch, config, 4)
+    executor = driver.executor
+    with torch.inference_mode():
+        slots = TorchLoraPool(executor.model.decoder, config, 3, 8, GPU, torch.bfloat16)
+    executor.adapters = LoraManager(config, slots, 3, 8, executor.info.max_pool_rows)
+    for number in (1, 2):
+        executor.load_adapter(f"a{number}", save_adapter(tmp_path / str(number), "llama", rank=4, seed=number))
+    with Watch():
+        rows = [driver.start(prompt_of(70, seed=slot), adapter=(f"a{slot}" if slot else "", slot)) for slot in range(3)]
+        driver.launch(*[(row, None) for row in rows])
+        driver.launch(*[(row, 1) for row in rows])
 
 
 @CASES

@@ -18,6 +18,7 @@ from tokenyard.executor.attention.triton import attention_kernel as attention  #
 from tokenyard.executor.attention.triton import layer_kernels as layers  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, FEW_SPLITS  # noqa: E402
 from tokenyard.executor.attention.triton.fp8_kernels import quantize_rows  # noqa: E402
+from tokenyard.executor.attention.triton.lora_kernels import add_lora, output_tiles  # noqa: E402
 from tokenyard.executor.attention.triton.packed_kv import store_packed  # noqa: E402
 from tokenyard.executor.attention.triton.sampling_kernels import TritonSamplingBackend  # noqa: E402
 from tokenyard.executor.kv_pool import KV_BYTES, SCALE_BYTES  # noqa: E402
@@ -54,7 +55,7 @@ def stages(capability):
 BYTES = [
     (80, "bfloat16", "int8", 32, 8, 128),
     (86, "float16", "fp8_e5m2", 14, 2, 64),
-    (89, "float32", "fp8_e4m3", 8, 4, 256),
+    (89, "float16", "fp8_e4m3", 8, 4, 256),
     (90, "bfloat16", "fp8_e4m3", 32, 8, 128),
     (90, "bfloat16", "int8", 8, 1, 64),
     (100, "bfloat16", "fp8_e4m3", 32, 8, 128),
@@ -140,5 +141,8 @@ def test_the_other_kernels_fit_devices(capability, dtype):
             quantize_rows(x, block)
         layers.rotate_and_store(qkv, cos_sin, KvSlots(slots, pool[0], pool[1]), norms, 1e-5)
         kernels.draw(logits, SamplingInputs(rows, pool_rows, positions, kernels.likeliest(logits), kept))
+        a, b = torch.zeros(2, 3, 16, 4096, dtype=dtype), torch.zeros(2, 16, 6144, dtype=dtype)
+        out, tiles = torch.zeros(6, 6144, dtype=dtype), output_tiles((4096, 1024, 1024), torch.device("cpu"))
+        add_lora(out, x, a, b, torch.zeros(6, dtype=torch.int64), tiles)
     check(launches.binaries, capability)
-    assert len(launches.binaries) == 9
+    assert len(launches.binaries) == 11

@@ -17,6 +17,7 @@ from tokenyard.base import ConfigError
 from tokenyard.executor.attention.backend import PlansCapturedSteps
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.grouped_experts import why_not as why_not_grouped
+from tokenyard.executor.lora_manager import TorchLoraPool
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.model_backend import TorchModel
 
@@ -43,33 +44,48 @@ class CudaGraphRunner:
     CudaGraphRunner.
 
     When all rows decode, attention must do nothing on the host that depends on lengths (TritonAttention does not), or
-    does it in `plan_captured`.
+    does it in `plan_captured`. With adapters each size is captured twice, so that steps without them pay nothing.
     """
 
     def __init__(
-        self, model: TorchModel, config: ModelConfig, largest: int, device: torch.device, record: GraphCapturer
+        self,
+        model: TorchModel,
+        config: ModelConfig,
+        largest: int,
+        device: torch.device,
+        record: GraphCapturer,
+        adapters: TorchLoraPool | None = None,
     ) -> None:
-        """Capture steps of up to `largest` rows. Raises ConfigError if memory runs out."""
-        self._model = model
+        """Capture steps of up to `largest` rows. adapters: the slots of the model's products.
+
+        Raises ConfigError if memory runs out.
+        """
+        self._model, self._adapters = model, adapters
         self._planner = model.attention if isinstance(model.attention, PlansCapturedSteps) else None
         self._sizes = capture_batch_sizes(largest)
         self._columns = torch.zeros(4, largest, dtype=torch.int64, device=device)
         self._numbers = torch.arange(largest, device=device)
         self._logits = torch.zeros(largest, config.vocab_size, device=device)
         self._hidden = torch.empty(0)
-        self._plays: dict[int, Callable[[], None]] = {}
+        self._plays: dict[tuple[int, bool], Callable[[], None]] = {}
         begin_s = time.perf_counter()
+        kinds = (False,) if adapters is None else (False, True)
         # From large to small, so that smaller graphs reuse the memory of the largest.
         for done, size in enumerate(reversed(self._sizes)):
             logger.info("recording decode steps: batch size %d, %d of %d", size, done + 1, len(self._sizes))
             try:
-                self._plays[size] = record(self._work(size))
+                for adapted in kinds:
+                    if adapters is not None:
+                        adapters.capture(adapted=adapted)
+                    self._plays[size, adapted] = record(self._work(size))
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"there is no memory to record decode steps of {size} rows; lower --cuda-graph-max-bs or"
                     " --mem-fraction-static, or take --disable-cuda-graph"
                 ) from error
-        logger.info("recorded %d decode steps in %.1f s", len(self._sizes), time.perf_counter() - begin_s)
+        if adapters is not None:
+            adapters.capture(adapted=False)
+        logger.info("recorded %d decode steps in %.1f s", len(self._plays), time.perf_counter() - begin_s)
 
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute a batch; see ModelBackend."""
@@ -83,7 +99,7 @@ class CudaGraphRunner:
             self._planner.plan_captured(batch, size)
         # Inputs left over from a larger batch would write to slots that other rows own now.
         self._columns[:, rows:size].zero_()
-        self._plays[size]()
+        self._plays[size, self._adapters is not None and self._adapters.active]()
         self._model.states = self._hidden[:rows]
         return self._logits[:rows]
 
@@ -156,7 +172,7 @@ def why_not(
 
     capturable: whether attention does nothing on the host in a captured step: Triton's and flashinfer's.
     divided: whether the model is divided over several ranks.
-    adapters: whether LoRA adapters are enabled.
+    adapters: whether LoRA adapters are enabled that Triton's kernels do not multiply.
     """
     loop = "" if config.experts is None else why_not_grouped(config, device, dtype)
     reasons = {
@@ -165,14 +181,18 @@ def why_not(
         f"experts are counted on the host ({loop})": bool(loop),
         "steps with recurrent states are not captured yet": config.recurrent is not None,
         "ranks of a divided model record no steps yet": divided,
-        "adapters change the products of a step": adapters,
+        "adapters are counted on the host without Triton's kernels": adapters,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @torch.inference_mode()
 def capture_graphs(
-    model: TorchModel, config: ModelConfig, sizes: Sequence[int], device: torch.device
+    model: TorchModel,
+    config: ModelConfig,
+    sizes: Sequence[int],
+    device: torch.device,
+    adapters: TorchLoraPool | None = None,
 ) -> CudaGraphRunner:
     """Capture a model's decode steps for batches up to the smallest of `sizes`. Raises ConfigError without memory."""
-    return CudaGraphRunner(model, config, min(sizes), device, CudaGraphCapturer(device))
+    return CudaGraphRunner(model, config, min(sizes), device, CudaGraphCapturer(device), adapters)

@@ -106,6 +106,11 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return uploaded(pinned(array, device), device)
 
 
+def copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Send a tensor to the device without waiting for it; the tensor itself on a CPU."""
+    return host if device.type == "cpu" else uploaded(host.contiguous().pin_memory(), device)
+
+
 def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return an array as a tensor on the host, in pinned memory; on a CPU the tensor shares the array's memory."""
     host = torch.from_numpy(array)

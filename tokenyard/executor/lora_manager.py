@@ -4,7 +4,8 @@ Native steps have their own slots (`native/lora.py`). Between torch's layers, a 
 computes `x @ A^T` for all slots up to the last one in use as one product, sets what belongs to other rows' adapters to
 zero, and multiplies by all B as one product. On a CPU that is faster than a loop over adapters or a gather of matrices
 by row, unless the adapters have many tokens in the step: then each adapter is a separate product. It is
-exact: a row's zeros add nothing.
+exact: a row's zeros add nothing. On a CUDA device, steps of few tokens take Triton's kernels instead
+(`attention/triton/lora_kernels.py`), which read the slot of each token on the device and can be captured.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenyard.base import ConfigError, RowStart, StepPlan, TokenyardError
-from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.forward_batch import copied, to_device
 from tokenyard.executor.layers.linear import Product
 from tokenyard.executor.lora_weights import LoraWeights, projection_shapes, read_adapter
 from tokenyard.executor.models.config import ModelConfig
@@ -40,6 +41,10 @@ SPLIT_MIN_TOKENS = 64
 """From this many tokens per adapter on average, a product for each adapter is faster than one for all."""
 
 
+MIN_KERNEL_TOKENS = 256
+"""Steps of so many tokens are for the kernels at least, where there are some; a prompt of more is for torch."""
+
+
 @dataclass(slots=True)
 class _Run:
     """Tokens that get the change of slots `first .. last - 1` in one product.
@@ -55,10 +60,18 @@ class _Run:
 
 
 class LoraBatchInfo:
-    """Which tokens of the step have which adapter. All adapted products of a model share it. SGLang's LoRABatchInfo."""
+    """Which tokens of the step have which adapter. All adapted products of a model share it. SGLang's LoRABatchInfo.
+
+    slots: int64[T], the slot of each token, where Triton's kernels compute the step; None where `runs` do.
+    """
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []
+        self.slots: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        """No token of the next step has an adapter."""
+        self.runs, self.slots = [], None
 
     def set(self, slots: npt.NDArray[np.int64], device: torch.device) -> None:
         """Set the slot of each token (int64[T], 0 for none) for the next step."""
@@ -88,13 +101,24 @@ class LoraLinear:
     rank are zero.
     """
 
-    def __init__(self, base: Product, batch: LoraBatchInfo, a: torch.Tensor, b: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, base: Product, batch: LoraBatchInfo, a: torch.Tensor, b: Sequence[torch.Tensor], together: torch.Tensor
+    ) -> None:
+        """together: [slots, rank, all outputs], of which `b` are parts, where the kernels may compute; else empty."""
         self._base, self._batch = base, batch
-        self.a, self.b = a, list(b)
+        self.a, self.b, self._together = a, list(b), together
+        if together.numel():
+            # Imported here because the package triton is optional and slow to import.
+            from tokenyard.executor.attention.triton.lora_kernels import add_lora, output_tiles
+
+            self._add_lora = add_lora
+            self._tiles = output_tiles([part.shape[2] for part in b], a.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply: [rows, inputs] -> [rows, outputs], in the dtype of `x`."""
         found = self._base(x)
+        if self._batch.slots is not None:
+            self._add_lora(found, x, self.a, self._together, self._batch.slots, self._tiles)
         for run in self._batch.runs:
             if run.tokens is None:
                 self._add(x, run, found)
@@ -119,6 +143,12 @@ class LoraLinear:
             found[:, begin : begin + outputs].addmm_(mine, b[run.first : run.last].reshape(slots * rank, outputs))
             begin += outputs
 
+    def compile(self) -> None:
+        """Compile the kernels, by a product of a token without an adapter."""
+        x = self.a.new_zeros(1, self.a.shape[3])
+        out, slots = x.new_zeros(1, self._together.shape[2]), torch.zeros(1, dtype=torch.int64, device=x.device)
+        self._add_lora(out, x, self.a, self._together, slots, self._tiles)
+
     def put(self, slot: int, names: Sequence[str], layer: int, weights: LoraWeights) -> None:
         """Copy one adapter's matrices into a slot (from 0 on) in place of what was there."""
         self.a[slot].zero_()
@@ -128,8 +158,8 @@ class LoraLinear:
             pair = weights.pairs.get((layer, name))
             if pair is not None:
                 rank = len(pair.a)
-                self.a[slot, part, :rank].copy_(pair.a)
-                b[:rank].copy_(pair.b.T)
+                self.a[slot, part, :rank].copy_(copied(pair.a, b.device))
+                b[:rank].copy_(copied(pair.b, b.device).T)
                 b[:rank].mul_(pair.scale)
 
 
@@ -146,12 +176,29 @@ class LoraMemoryPool(Protocol):
 
 
 class TorchLoraPool:
-    """LoraMemoryPool between the products of torch's layers."""
+    """LoraMemoryPool between the products of torch's layers.
+
+    slots_of_tokens: int64[kernel_tokens] at a fixed address, the slot of each token of a step that the kernels compute,
+    0 behind them; None without kernels.
+    """
 
     def __init__(
-        self, decoder: Decoder, config: ModelConfig, slots: int, rank: int, device: torch.device, dtype: torch.dtype
+        self,
+        decoder: Decoder,
+        config: ModelConfig,
+        slots: int,
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernel_tokens: int = 0,
     ) -> None:
-        """Change the decoder's products. Raises ConfigError without memory."""
+        """Change the decoder's products. kernel_tokens: steps of at most so many tokens are for Triton's kernels.
+
+        Raises ConfigError without memory.
+        """
+        self.slots_of_tokens = None
+        if kernel_tokens:
+            self.slots_of_tokens = torch.zeros(kernel_tokens, dtype=torch.int64, device=device)
         self._batch = LoraBatchInfo()
         self._config, self._slots, self._rank = config, slots, rank
         self._device, self._dtype = device, dtype
@@ -168,10 +215,28 @@ class TorchLoraPool:
 
     def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:
         """Set the slots of a step's tokens; see LoraMemoryPool."""
+        self._batch.clear()
         if slot_of_token is None:
-            self._batch.runs = []
-        else:
+            return
+        fixed = self.slots_of_tokens
+        if fixed is None or len(slot_of_token) > len(fixed):
             self._batch.set(slot_of_token, self._device)
+            return
+        # All of it, as a captured step reads zeros behind the rows of the batch.
+        padded = np.zeros(len(fixed), np.int64)
+        padded[: len(slot_of_token)] = slot_of_token
+        fixed.copy_(to_device(padded, self._device))
+        self._batch.slots = fixed
+
+    @property
+    def active(self) -> bool:
+        """Whether a token of the step has an adapter."""
+        return bool(self._batch.runs) or self._batch.slots is not None
+
+    def capture(self, *, adapted: bool) -> None:
+        """Have the next steps read the slots of their tokens, or no adapters, whatever `begin` was told."""
+        self._batch.clear()
+        self._batch.slots = self.slots_of_tokens if adapted else None
 
     def _adapt(self, layer: int, name: str, product: Product) -> Product:
         """A product of a layer (a name in FUSED) with slots for adapters. Raises ConfigError without memory."""
@@ -180,10 +245,18 @@ class TorchLoraPool:
         try:
             options = {"device": self._device, "dtype": self._dtype}
             a = torch.zeros(self._slots, len(names), self._rank, shapes[names[0]][0], **options)  # type: ignore[call-overload]
-            b = [torch.zeros(self._slots, self._rank, shapes[each][1], **options) for each in names]  # type: ignore[call-overload]
+            sizes = [shapes[each][1] for each in names]
+            if self.slots_of_tokens is None:
+                b = [torch.zeros(self._slots, self._rank, size, **options) for size in sizes]  # type: ignore[call-overload]
+                together = torch.empty(0)
+            else:
+                together = torch.zeros(self._slots, self._rank, sum(sizes), **options)  # type: ignore[call-overload]
+                b = list(together.split(sizes, dim=2))
         except RuntimeError as error:
             raise no_memory(self._slots, self._rank) from error
-        adapted = LoraLinear(product, self._batch, a, b)
+        adapted = LoraLinear(product, self._batch, a, b, together)
+        if together.numel():
+            adapted.compile()
         self._linears.append((layer, names, adapted))
         return adapted
 

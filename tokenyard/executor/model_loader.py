@@ -48,7 +48,7 @@ from tokenyard.executor.kv_pool import (
     default_cpu_tokens,
     kv_bytes_per_token,
 )
-from tokenyard.executor.lora_manager import LoraManager, LoraMemoryPool, TorchLoraPool
+from tokenyard.executor.lora_manager import MIN_KERNEL_TOKENS, LoraManager, LoraMemoryPool, TorchLoraPool
 from tokenyard.executor.memory_fit import MemoryNeed, activation_bytes, describe_formats, free_memory, weight_bytes
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
@@ -180,7 +180,7 @@ def load_executor(
         need.check(free)
 
     layers = _load_layers(choice, whole, folder, given, target, kind, length, part)
-    adapters = _make_adapters(layers, config, given, target, kind)
+    adapters = _make_adapters(layers, config, given, target, kind, choice)
     drafts_from = _draft_config(given.draft_model, folder, config, length) if given.draft_tokens else None
     # The pool takes what the weights of both models leave free.
     draft_layers = None if drafts_from is None else _load_draft_layers(drafts_from, given, length, target, kind)
@@ -229,8 +229,7 @@ def load_executor(
     pages = PageTable(given.max_pool_rows, length, given.page_size, target, windows=info.windows is not None)
     model = make_model(choice, layers, pool, pages)
     if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
-        divided, adapted = part is not None, adapters is not None
-        model = _recorded(model, config, choice, given, target, kind, divided=divided, adapters=adapted)
+        model = _recorded(model, config, choice, given, target, kind, adapters, divided=part is not None)
 
     def drafter(choose: Choose) -> Drafter:
         if drafts_from is not None and head is not None:
@@ -257,10 +256,10 @@ def load_executor(
         # Memory that is resumed gets the weights of the start, from a converted file or at random as then.
         updates = checkpoint.updates if checkpoint.digest else None
         layers = _load_layers(own, whole, checkpoint.folder, given, target, kind, length, None, updates)
-        adapters = _make_adapters(layers, config, given, target, kind)
+        adapters = _make_adapters(layers, config, given, target, kind, own)
         model = make_model(own, layers, pool, pages)
         if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
-            model = _recorded(model, config, own, given, target, kind, divided=False, adapters=adapters is not None)
+            model = _recorded(model, config, own, given, target, kind, adapters, divided=False)
         return LoadedModel(model, adapters)
 
     sampling_backend = make_sampling_backend(choice, config)
@@ -386,10 +385,15 @@ def _reserved_bytes(
     sizes: list[int] = []
     divided, capturable = part is not None, choice.triton or choice.flashinfer
     reason = why_not_record(
-        config, device, dtype, capturable=capturable, divided=divided, adapters=given.lora_slots > 0
+        *(config, device, dtype),
+        capturable=capturable,
+        divided=divided,
+        adapters=given.lora_slots > 0 and not choice.triton,
     )
     if not given.disable_cuda_graph and not reason:
         sizes = capture_batch_sizes(min(given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS))
+        # With adapters each size is captured twice.
+        sizes *= 2 if given.lora_slots else 1
     need = device_memory(
         config,
         dtype,
@@ -473,19 +477,21 @@ def _recorded(
     given: LoadOptions,
     device: torch.device,
     dtype: torch.dtype,
+    adapters: LoraManager | None,
     *,
     divided: bool,
-    adapters: bool,
 ) -> ModelBackend:
     """Return the model with captured decode steps, or the model itself where they cannot be captured."""
     capturable = choice.triton or choice.flashinfer
-    reason = why_not_record(config, device, dtype, capturable=capturable, divided=divided, adapters=adapters)
+    uncaptured = adapters is not None and not choice.triton
+    reason = why_not_record(config, device, dtype, capturable=capturable, divided=divided, adapters=uncaptured)
     if reason:
         logger.info("no CUDA graphs: %s", reason)
         return model
-    return capture_graphs(
-        model, config, (given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS), device
-    )
+    slots = None if adapters is None else adapters.slots
+    assert slots is None or isinstance(slots, TorchLoraPool)
+    sizes = given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS
+    return capture_graphs(model, config, sizes, device, slots)
 
 
 def _load_draft_layers(
@@ -732,6 +738,7 @@ def _make_adapters(
     given: LoadOptions,
     device: torch.device,
     dtype: torch.dtype,
+    choice: BackendChoice,
 ) -> LoraManager | None:
     """Make the slots of LoRA adapters; None if LoRA is off."""
     if not given.lora_slots:
@@ -740,7 +747,8 @@ def _make_adapters(
     if isinstance(layers, NativeDecoder):
         slots = NativeLoraPool(layers, given.lora_slots, given.lora_rank)
     else:
-        slots = TorchLoraPool(layers, config, given.lora_slots, given.lora_rank, device, dtype)
+        kernel_tokens = max(MIN_KERNEL_TOKENS, given.max_pool_rows) if choice.triton else 0
+        slots = TorchLoraPool(layers, config, given.lora_slots, given.lora_rank, device, dtype, kernel_tokens)
     return LoraManager(config, slots, given.lora_slots, given.lora_rank, given.max_pool_rows)
 
 

@@ -93,7 +93,7 @@ class ModelExecutor:
         self.model = model
         self._device = device
         self._copies = HostCopies(device)
-        self._adapters = adapters
+        self.adapters = adapters
         self._states = states
         self.pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
@@ -130,8 +130,8 @@ class ModelExecutor:
         self.sampler.take(plan.row_starts)
         self.grammar_rows.take(plan)
         self._pooled.take(plan.row_starts)
-        if self._adapters is not None:
-            self._adapters.take(plan.row_starts)
+        if self.adapters is not None:
+            self.adapters.take(plan.row_starts)
         self.pages.write(plan)
         if self.drafter is not None:
             self.drafter.take(plan)
@@ -195,14 +195,14 @@ class ModelExecutor:
 
     def load_adapter(self, adapter: str, folder: str) -> None:
         """Read an adapter into memory; see Executor."""
-        if self._adapters is None:
+        if self.adapters is None:
             raise ConfigError("adapters are off here; start with --enable-lora")
-        self._adapters.load(adapter, Path(folder))
+        self.adapters.load(adapter, Path(folder))
 
     def unload_adapter(self, adapter: str) -> None:
         """Free the memory of an adapter; see Executor."""
-        if self._adapters is not None:
-            self._adapters.drop(adapter)
+        if self.adapters is not None:
+            self.adapters.drop(adapter)
 
     def prepare_weights(self, source: WeightSource) -> str:
         """Read other weights next to those in use; see Executor. Raises ConfigError, also for a divided model."""
@@ -221,7 +221,7 @@ class ModelExecutor:
 
     def release_memory(self, *, weights: bool, kv_cache: bool) -> None:
         """Give memory back; see Executor."""
-        if weights and self._adapters is not None:
+        if weights and self.adapters is not None:
             raise ConfigError("the weights cannot be released with --enable-lora; release kv_cache alone")
         if kv_cache and self._device.type != "cpu":
             raise ConfigError("KV of a CUDA device cannot be released yet; release weights alone")
@@ -249,9 +249,9 @@ class ModelExecutor:
         """Use the weights that were prepared; see Executor."""
         assert self.weight_updates is not None
         loaded = self.weight_updates.take()
-        if loaded.adapters is not None and self._adapters is not None:
-            loaded.adapters.take_over(self._adapters)
-        self.model, self._adapters = loaded.model, loaded.adapters
+        if loaded.adapters is not None and self.adapters is not None:
+            loaded.adapters.take_over(self.adapters)
+        self.model, self.adapters = loaded.model, loaded.adapters
 
     def drop_weights(self) -> None:
         """Free weights that were prepared; see Executor."""
@@ -274,7 +274,7 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        parts = ("kv_pool", "model", "pages", "_future", "sampler", "_adapters", "drafter", "_states", "weight_updates")
+        parts = ("kv_pool", "model", "pages", "_future", "sampler", "adapters", "drafter", "_states", "weight_updates")
         for name in parts:
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
@@ -289,8 +289,8 @@ class ModelExecutor:
         batch.token_ids = self._inputs(plan, batch)
         if self._states is not None:
             batch.states = ticket.states = self._states.prepare(plan)
-        if self._adapters is not None:
-            self._adapters.begin(plan)
+        if self.adapters is not None:
+            self.adapters.begin(plan)
         logits = self.model.step(batch)
         if self._states is not None:
             self._states.keep(plan)
