@@ -13,11 +13,11 @@ from tokenyard.base.model_facts import ModelFacts
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
 from tokenyard.config.rules import split_address
+from tokenyard.cost import find_profile
 from tokenyard.engine.frontend.input_processor import ns_from_ms
 from tokenyard.engine.frontend.lora_registry import parse_adapters
 from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.processes.engine_config import DisaggConfig, EngineConfig, KvStoreConfig, NodesConfig
-from tokenyard.engine.scheduler_process.build_scheduler import load_prior
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.lora_config import read_lora_config
 from tokenyard.executor.model_facts import read_model_facts
@@ -80,7 +80,8 @@ def engine_config(settings: Settings) -> EngineConfig:
     create_policy(scheduler.schedule_policy, scheduler)
     get_eviction_policy(scheduler.radix_eviction_policy)
     load_eviction_value(scheduler.radix_eviction_policy)
-    load_prior(settings.prior_costs())
+    if settings.prior_costs():
+        find_profile(settings.prior_costs()).cost()
     if settings.priority_function:
         load_priority_function(settings.priority_function)
     alike = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(Settings)}

@@ -6,6 +6,7 @@ import pytest
 from tokenyard.base import NS_PER_S, KvAvailable, KvLoaded, Load, OpenGate, PagesReleased, Store
 from tokenyard.base.blocks import StoredPrefix
 from tokenyard.cost import get_profile
+from tokenyard.kv_store.limits import KvStoreLimits
 from tokenyard.kv_store.machine import (
     FIND_INTERVAL_NS,
     MAX_BACKLOG,
@@ -23,7 +24,6 @@ from tokenyard.kv_store.machine import (
     Find,
     Gather,
     Gathered,
-    KvStoreLimits,
     KvStoreMachine,
     Prefetch,
     Prefetched,

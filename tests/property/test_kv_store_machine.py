@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tokenyard.base import NS_PER_S, KvAvailable, KvLoaded, Load, OpenGate, PagesReleased, Store
 from tokenyard.base.blocks import StoredPrefix
 from tokenyard.cost import get_profile
+from tokenyard.kv_store.limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.kv_store.machine import (
     MAX_BACKLOG,
     MAX_STAGED,
     NEVER_NS,
-    PREFETCH_POLICIES,
     Apply,
     BlockSizes,
     Cancel,
@@ -28,7 +28,6 @@ from tokenyard.kv_store.machine import (
     Ended,
     Gather,
     Gathered,
-    KvStoreLimits,
     KvStoreMachine,
     Prefetch,
     Prefetched,

@@ -114,7 +114,7 @@ def test_what_is_no_object_is_refused(wrong):
 def test_the_router_needs_neither_torch_nor_a_tokenizer():
     code = (
         "import sys\n"
-        "for name in ('torch', 'tokenizers', 'safetensors', 'jinja2', 'fastapi'): sys.modules[name] = None\n"
+        "for name in ('torch', 'tokenizers', 'safetensors', 'jinja2', 'starlette'): sys.modules[name] = None\n"
         "import tokenyard.router.process, tokenyard.cli.route\n"
         "from tokenyard.cli.main import build_parser\n"
         "build_parser('route')"

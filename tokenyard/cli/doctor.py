@@ -31,7 +31,7 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "transformers",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "uvloop",
     "httptools",

@@ -6,7 +6,7 @@ from tokenyard.base.declare import setting
 from tokenyard.base.ranges import ABOVE_ZERO, ANY_COUNT, POSITIVE, POSITIVE_COUNT, TARGET_MS, NumberRange
 from tokenyard.base.settings import SharedSettings
 from tokenyard.engine.frontend.sampling_defaults import SAMPLING_DEFAULTS
-from tokenyard.kv_store.machine import PREFETCH_POLICIES, KvStoreLimits
+from tokenyard.kv_store.limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.routing.balance import LOAD_BALANCE_METHODS
 
 MAX_RANKS = 64

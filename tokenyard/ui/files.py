@@ -1,7 +1,6 @@
 """The files of the pages, and the paths at which a server or router serves them."""
 
 from functools import cache
-from importlib.resources import files
 
 SCRIPT, STYLE, PAGE = "text/javascript; charset=utf-8", "text/css; charset=utf-8", "text/html; charset=utf-8"
 SHARED = {
@@ -42,4 +41,7 @@ HEADERS = {
 @cache
 def read_file(name: str) -> bytes:
     """The bytes of a file of this folder, read once. Raises FileNotFoundError for a missing one."""
+    # Imported here, as a start reads no file.
+    from importlib.resources import files
+
     return files("tokenyard.ui").joinpath(name).read_bytes()

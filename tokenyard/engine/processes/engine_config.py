@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from tokenyard.base import ConfigError, ExecutorInfo, SchedulerSettings
-from tokenyard.kv_store.machine import KvStoreLimits
-from tokenyard.policy.tenant_limits import rank_share
+from tokenyard.kv_store.limits import KvStoreLimits
 
 LIMITS = KvStoreLimits()
 
@@ -173,6 +172,9 @@ class EngineConfig:
         """
         if self.ranks == 1:
             return self
+        # The import of policies costs the processes that have none.
+        from tokenyard.policy.tenant_limits import rank_share
+
         scheduler = self.scheduler
         running, queued = (
             rank_share(limit, rank, self.ranks)

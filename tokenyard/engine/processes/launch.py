@@ -19,7 +19,6 @@ from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.ipc import SocketDirectory
 from tokenyard.engine.processes.link import SocketLink
 from tokenyard.engine.processes.supervisor import Supervisor
-from tokenyard.engine.scheduler_process.attachments.disagg import weights_digest
 from tokenyard.engine.scheduler_process.health.liveness import HEARTBEAT_INTERVAL_S
 from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
@@ -82,6 +81,9 @@ def open_paused_requests(config: EngineConfig, info: ExecutorInfo) -> PausedRequ
     """The records of paused requests next to the KV store; None without one on disk."""
     if not (config.kv_store.enabled and config.kv_store.folder):
         return None
+    # The import costs a start without a store.
+    from tokenyard.engine.scheduler_process.attachments.disagg import weights_digest
+
     return PausedRequests(f"{config.kv_store.folder}/paused", weights_digest(config, info))
 
 

@@ -4,16 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
+import orjson
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tokenyard.base import InvalidRequestError, TokenyardError
+from tokenyard.base import TokenyardError
 from tokenyard.base.version import __version__
 from tokenyard.server.anthropic import messages
 from tokenyard.server.http.api_keys import Authentication
@@ -28,6 +28,7 @@ from tokenyard.server.http.errors import (
     outcome_of,
 )
 from tokenyard.server.http.generation_route import GenerationRoute, Handler
+from tokenyard.server.http.routes import openapi_paths
 from tokenyard.server.http.streaming import ClientGoneError, Receive, Scope, Send
 from tokenyard.server.metrics.endpoint_picker import LOAD_PATH, EndpointPickerMetrics
 from tokenyard.server.native import control_routes, lora_routes, policy_routes, request_routes, score, weight_routes
@@ -59,6 +60,18 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/api/generate": (ollama.generate, ollama.OllamaGenerate),
 }
 
+MODULES = (
+    control_routes,
+    request_routes,
+    policy_routes,
+    lora_routes,
+    weight_routes,
+    ollama,
+    response_store,
+    batches,
+)
+"""The modules that have `routes`."""
+
 NOT_OFFERED: tuple[tuple[str, str], ...] = (
     ("/v1/classify", "classification, as the model that is served generates text"),
     ("/classify", "classification, as the model that is served generates text"),
@@ -86,7 +99,7 @@ GENERATING = (
 class HotRouteApp:
     """Dispatches generating routes and `/metrics/load` directly, without the framework's layers, and the rest to it."""
 
-    def __init__(self, app: FastAPI, routes: dict[str, GenerationRoute], picker: EndpointPickerMetrics) -> None:
+    def __init__(self, app: ASGIApp, routes: dict[str, GenerationRoute], picker: EndpointPickerMetrics) -> None:
         self._app = app
         self._routes = routes
         self._picker = picker
@@ -103,32 +116,19 @@ class HotRouteApp:
 
 def create_app(state: ServerState) -> ASGIApp:
     """The application over `state`."""
-    # The framework's own pages load scripts from another host, which may be unreachable.
-    api = FastAPI(title="Tokenyard", version=__version__, docs_url=None, redoc_url=None)
-    api.add_api_route("/docs", _docs, include_in_schema=False)
+    hot = {path: GenerationRoute(state, handler) for path, (handler, _) in HOT_ROUTES.items()}
+    routes = [
+        Route("/docs", _docs),
+        Route("/openapi.json", _schema),
+        Route("/v1/live", LiveFeed(state), methods=["GET"]),
+        *(Route(path, _page_file) for path in SERVER_PAGE),
+        *(route for module in MODULES for route in module.routes.all),
+        # The framework has these paths too, so that it answers other methods with 405.
+        *(Route(path, route, methods=["POST"]) for path, route in hot.items()),
+    ]
+    api = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     api.state.server = state
-    api.include_router(control_routes.router)
-    api.include_router(request_routes.router)
-    api.include_router(policy_routes.router)
-    api.include_router(lora_routes.router)
-    api.include_router(weight_routes.router)
-    api.include_router(ollama.router)
-    for path in SERVER_PAGE:
-        api.add_api_route(path, _page_file, methods=["GET", "HEAD"], include_in_schema=False)
-    api.router.routes.append(Route("/v1/live", LiveFeed(state), methods=["GET"]))
-    api.include_router(response_store.router)
-    api.include_router(batches.router)
-    api.add_exception_handler(TokenyardError, _on_error)
-    api.add_exception_handler(ClientGoneError, _on_client_gone)
-    api.add_exception_handler(HTTPException, _on_http_exception)
-    api.add_exception_handler(RequestValidationError, _on_validation_error)
-    api.add_exception_handler(Exception, _on_fault)
-    routes = {path: GenerationRoute(state, handler) for path, (handler, _) in HOT_ROUTES.items()}
-    for path, route in routes.items():
-        # The framework has the path too, so that it answers other methods with 405.
-        api.router.routes.append(Route(path, route, methods=["POST"]))
-    api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
-    app: ASGIApp = HotRouteApp(api, routes, EndpointPickerMetrics(state))
+    app: ASGIApp = HotRouteApp(api, hot, EndpointPickerMetrics(state))
     options = state.options
     api.state.batches = None
     if options.file_storage_path:
@@ -156,7 +156,12 @@ async def _page_file(request: Request) -> Response:
 
 async def _docs(request: Request) -> HTMLResponse:
     """The API reference as a page."""
-    return HTMLResponse(reference_page(request.app.openapi()))
+    return HTMLResponse(reference_page(_openapi(request.app)))
+
+
+async def _schema(request: Request) -> Response:
+    """The OpenAPI schema."""
+    return Response(orjson.dumps(_openapi(request.app)), media_type="application/json")
 
 
 def _error_response(error: TokenyardError, path: str = "") -> Response:
@@ -197,35 +202,36 @@ def nothing_at(method: str, path: str) -> str:
     return f"there is nothing at this path: {method} {path}. Text is generated at {GENERATING}; /docs lists all paths"
 
 
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Arguments that FastAPI refuses; 400 instead of its 422."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    name = str(first["loc"][-1])
-    return _error_response(InvalidRequestError(f"{name}: {first['msg']}", param=name))
-
-
 async def _on_fault(request: Request, error: Exception) -> Response:
     """An internal error; uvicorn logs the traceback."""
     return _error_response(internal_error())
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The schema, with the hot routes added from the classes that parse them."""
-    if app.openapi_schema is not None:
-        return app.openapi_schema
-    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+EXCEPTION_HANDLERS = {
+    TokenyardError: _on_error,
+    ClientGoneError: _on_client_gone,
+    HTTPException: _on_http_exception,
+    Exception: _on_fault,
+}
+
+
+def _openapi(app: Starlette) -> dict[str, Any]:
+    """The schema: routes by the signatures of their handlers, hot ones by the classes that parse them."""
     kinds = [kind for _, kind in HOT_ROUTES.values()]
     refs, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    paths = openapi_paths(app.routes)
     for (path, (handler, _)), ref in zip(HOT_ROUTES.items(), refs, strict=True):
         content = {"application/json": {"schema": ref}}
-        schema["paths"][path] = {
+        paths[path] = {
             "post": {
                 "summary": (handler.__doc__ or "").strip(),
                 "requestBody": {"required": True, "content": content},
                 "responses": {"200": {"description": "The answer, or a stream of events"}},
             }
         }
-    app.openapi_schema = schema
-    return schema
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tokenyard", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
 
 import orjson
-from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from tokenizers import Tokenizer
 
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams, SessionEnded
@@ -22,6 +22,7 @@ from tokenyard.server.engine_client import LoraAdapterView
 from tokenyard.server.http.api_keys import TENANT
 from tokenyard.server.http.errors import check_encoding
 from tokenyard.server.http.generate import FIRST_VERSION
+from tokenyard.server.http.routes import Given, Routes
 from tokenyard.server.http.streaming import read_body
 from tokenyard.server.metrics.loads import (
     DEFAULT_SECTIONS,
@@ -45,7 +46,7 @@ from tokenyard.server.protocol import (
 )
 from tokenyard.server.state import ServerState, matching
 
-router = APIRouter()
+routes = Routes()
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 MIN_DETOKENIZED = 100_000
@@ -59,7 +60,7 @@ TRANSFER_TIMEOUT_S = 1.0
 
 
 async def _state(request: Request) -> ServerState:
-    """The shared state. A coroutine, because the framework runs a plain function in a thread."""
+    """The shared state."""
     return request.app.state.server  # type: ignore[no-any-return]
 
 
@@ -69,13 +70,13 @@ async def _body(request: Request) -> bytes:
     return await read_body(request.receive, (await _state(request)).options.max_body_bytes)
 
 
-State = Annotated[ServerState, Depends(_state)]
-Body = Annotated[bytes, Depends(_body)]
+State = Annotated[ServerState, Given(_state)]
+Body = Annotated[bytes, Given(_body)]
 
 
-@router.get("/health")
-@router.head("/health", include_in_schema=False)
-@router.get("/ping", include_in_schema=False)
+@routes.get("/health")
+@routes.on("HEAD", "/health", in_schema=False)
+@routes.get("/ping", in_schema=False)
 async def health(state: State) -> Response:
     """200 while the engine's heartbeat is recent and while the model loads; 503 with the reason otherwise.
 
@@ -110,21 +111,21 @@ def _rank_health(state: ServerState, rank: int, age_s: float) -> dict[str, Any]:
     return {"dp_rank": rank, "status": word, "heartbeat_age_s": round(age_s, 3) if known else None}
 
 
-@router.get("/ready")
-@router.head("/ready", include_in_schema=False)
+@routes.get("/ready")
+@routes.on("HEAD", "/ready", in_schema=False)
 async def ready(state: State) -> Response:
     """200 when the server accepts requests; 503 while it loads, drains or is stuck."""
     why = state.phase if state.phase != "ready" else _unhealthy_reason(state) and f"stuck: {_unhealthy_reason(state)}"
     return Response(why, 503, {"retry-after": "1"}, "text/plain") if why else Response(status_code=200)
 
 
-@router.get("/v1/transfer")
+@routes.get("/v1/transfer")
 async def transfer(state: State) -> dict[str, Any]:
     """The address and format for KV transfer with each rank; empty without PD disaggregation."""
     return {"ranks": (await state.control.snapshot(TRANSFER_TIMEOUT_S)).get("transfer", {})}
 
 
-@router.get("/v1/cache")
+@routes.get("/v1/cache")
 async def cache(state: State) -> dict[str, Any]:
     """KV stored and loaded by each rank's KV store, and its records of paused requests.
 
@@ -135,7 +136,7 @@ async def cache(state: State) -> dict[str, Any]:
     return {"ranks": counters.get("kv_store", {}), **paused}
 
 
-@router.get("/health_generate")
+@routes.get("/health_generate")
 async def health_generate(state: State) -> Response:
     """200 once a token was generated through the whole engine."""
     spec = GenerateReqInput(input_ids=[0], sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
@@ -155,7 +156,7 @@ class _Discard(Reader):
         """Return at once."""
 
 
-@router.get("/v1/models")
+@routes.get("/v1/models")
 async def models(state: State) -> dict[str, Any]:
     """The model that is served, once under each of its names, and its adapters."""
     names = (state.options.model_name, *state.options.model_aliases)
@@ -163,7 +164,7 @@ async def models(state: State) -> dict[str, Any]:
     return list_of_models([*(_model(state, name) for name in names), *adapters])
 
 
-@router.get("/v1/models/{name:path}")
+@routes.get("/v1/models/{name:path}")
 async def model(state: State, name: str) -> dict[str, Any]:
     """What is known of a model; 404 for another one."""
     adapter = state.check_model(name)
@@ -200,8 +201,8 @@ def _model(state: ServerState, name: str = "") -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize", include_in_schema=False)
+@routes.post("/tokenize")
+@routes.post("/v1/tokenize", in_schema=False)
 async def tokenize(state: State, body: Body) -> dict[str, Any]:
     """Token ids of a prompt, or of messages through the chat template."""
     fields = await parse_body(body, TokenizeRequest, strict=state.options.strict_api)
@@ -230,8 +231,8 @@ def _token_strings(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
     return [tokenizer.id_to_token(token) for token in ids]
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize", include_in_schema=False)
+@routes.post("/detokenize")
+@routes.post("/v1/detokenize", in_schema=False)
 async def detokenize(state: State, body: Body) -> dict[str, Any]:
     """The text of token ids."""
     fields = await parse_body(body, DetokenizeRequest, strict=state.options.strict_api)
@@ -246,7 +247,7 @@ async def detokenize(state: State, body: Body) -> dict[str, Any]:
     return {"prompt": await decode(tokenizer, ids, skip_special_tokens=skip)}
 
 
-@router.get("/metrics")
+@routes.get("/metrics")
 async def metrics(state: State) -> Response:
     """Prometheus text. During a long step its gauges are up to a second old."""
     if state.phase != "loading":
@@ -296,7 +297,7 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-@router.get("/v1/loads", response_model=None)
+@routes.get("/v1/loads")
 async def loads(
     state: State, include: str = DEFAULT_SECTIONS, format: str = "json", dp_rank: int | None = None
 ) -> dict[str, Any] | Response:
@@ -316,7 +317,7 @@ async def loads(
     return {"object": "list", "data": sections}
 
 
-@router.get("/get_load")
+@routes.get("/get_load")
 async def get_load(state: State) -> list[dict[str, Any]]:
     """The older form of /v1/loads."""
     return [
@@ -331,8 +332,8 @@ async def get_load(state: State) -> list[dict[str, Any]]:
     ]
 
 
-@router.get("/server_info")
-@router.get("/get_server_info", include_in_schema=False)
+@routes.get("/server_info")
+@routes.get("/get_server_info", in_schema=False)
 async def server_info(state: State) -> dict[str, Any]:
     """Settings (without API keys) and state."""
     age_s = state.control.health() if state.phase != "loading" else math.inf
@@ -366,8 +367,8 @@ def _bootstrap_port(counters: Mapping[str, Any]) -> int:
     return int(port) if port else 0
 
 
-@router.get("/model_info")
-@router.get("/get_model_info", include_in_schema=False)
+@routes.get("/model_info")
+@routes.get("/get_model_info", in_schema=False)
 async def model_info(state: State) -> dict[str, Any]:
     """The model that is served."""
     return {
@@ -380,15 +381,15 @@ async def model_info(state: State) -> dict[str, Any]:
     }
 
 
-@router.get("/version")
+@routes.get("/version")
 async def version() -> dict[str, Any]:
     """The version of the package."""
     return {"version": __version__}
 
 
-@router.post("/flush_cache")
-@router.post("/reset_prefix_cache", include_in_schema=False)
-@router.get("/flush_cache", include_in_schema=False)
+@routes.post("/flush_cache")
+@routes.post("/reset_prefix_cache", in_schema=False)
+@routes.get("/flush_cache", in_schema=False)
 async def flush_cache(state: State) -> dict[str, Any]:
     """Empty the prefix cache; 400 while requests wait or run."""
     if not await state.control.flush_cache():
@@ -396,7 +397,7 @@ async def flush_cache(state: State) -> dict[str, Any]:
     return {"success": True}
 
 
-@router.post("/close_session")
+@routes.post("/close_session")
 async def close_session(state: State, body: Body, request: Request) -> dict[str, Any]:
     """A session of the caller's tenant has no further turns: its KV may be evicted first."""
     fields = parse(body, CloseSessionRequest, strict=state.options.strict_api)
@@ -411,13 +412,13 @@ async def close_session(state: State, body: Body, request: Request) -> dict[str,
     return {"success": True}
 
 
-@router.post("/clear_hicache_storage_backend")
+@routes.post("/clear_hicache_storage_backend")
 async def clear_store(state: State) -> dict[str, Any]:
     """Delete all KV in the KV store (--enable-hierarchical-cache)."""
     return {"success": True, "blocks": await state.control.clear_store()}
 
 
-@router.post("/abort_request")
+@routes.post("/abort_request")
 async def abort_request(state: State, body: Body) -> dict[str, Any]:
     """Abort a request by its id, or all requests."""
     fields = parse(body or b"{}", AbortRequest, strict=state.options.strict_api)
@@ -432,7 +433,7 @@ async def abort_request(state: State, body: Body) -> dict[str, Any]:
     return {"success": True}
 
 
-@router.post("/pause_generation")
+@routes.post("/pause_generation")
 async def pause_generation(state: State, body: Body) -> dict[str, Any]:
     """Pause the engine until /continue_generation. `mode` says what happens to running requests."""
     fields = parse(body or b"{}", PauseRequest, strict=state.options.strict_api)
@@ -444,14 +445,14 @@ async def pause_generation(state: State, body: Body) -> dict[str, Any]:
     return {"success": True, "mode": mode}
 
 
-@router.post("/continue_generation")
+@routes.post("/continue_generation")
 async def continue_generation(state: State) -> dict[str, Any]:
     """Undo /pause_generation."""
     await state.control.continue_()
     return {"success": True}
 
 
-@router.post("/start_profile")
+@routes.post("/start_profile")
 async def start_profile(state: State) -> dict[str, Any]:
     """Start a profile of the scheduler's steps and of requests that arrive from now on; 400 if one is running."""
     if not await state.control.start_profile():
@@ -460,7 +461,7 @@ async def start_profile(state: State) -> dict[str, Any]:
     return {"success": True}
 
 
-@router.post("/stop_profile", response_class=Response)
+@routes.post("/stop_profile")
 async def stop_profile(state: State) -> Response:
     """End the profile and return it as a file for ui.perfetto.dev or chrome://tracing; 400 if none is running."""
     steps = await state.control.stop_profile()

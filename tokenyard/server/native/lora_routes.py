@@ -3,20 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
-
 from tokenyard.base import ConfigError, InvalidRequestError
+from tokenyard.server.http.routes import Routes
 from tokenyard.server.native.control_routes import Body, State
 from tokenyard.server.protocol import LoadAdapterRequest, UnloadAdapterRequest, parse
 from tokenyard.server.state import ServerState
 
-router = APIRouter()
+routes = Routes()
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-@router.post("/load_lora_adapter")
-@router.post("/v1/load_lora_adapter", include_in_schema=False)
+@routes.post("/load_lora_adapter")
+@routes.post("/v1/load_lora_adapter", in_schema=False)
 async def load_lora_adapter(state: State, body: Body) -> dict[str, Any]:
     """Load an adapter from a folder inside --lora-dirs; 400 without a change for one that cannot be served."""
     fields = parse(body, LoadAdapterRequest, strict=state.options.strict_api)
@@ -28,8 +27,8 @@ async def load_lora_adapter(state: State, body: Body) -> dict[str, Any]:
     return _loaded(state)
 
 
-@router.post("/unload_lora_adapter")
-@router.post("/v1/unload_lora_adapter", include_in_schema=False)
+@routes.post("/unload_lora_adapter")
+@routes.post("/v1/unload_lora_adapter", in_schema=False)
 async def unload_lora_adapter(state: State, body: Body) -> dict[str, Any]:
     """Unload an adapter. New requests for it are refused immediately; the response comes once its last request has
     ended and its memory is free.

@@ -3,20 +3,19 @@
 from dataclasses import fields
 from typing import Any
 
-from fastapi import APIRouter
-
 from tokenyard.base import InvalidRequestError, SchedulerSettings
+from tokenyard.server.http.routes import Routes
 from tokenyard.server.native.control_routes import Body, State
 from tokenyard.server.protocol import SchedulerRequest, parse
 from tokenyard.server.state import ServerState
 
-router = APIRouter()
+routes = Routes()
 
 USER_POLICY_MARK = ":"
 CHANGEABLE = ("schedule_policy", "policy_options")
 
 
-@router.get("/v1/scheduler")
+@routes.get("/v1/scheduler")
 async def scheduler(state: State) -> dict[str, Any]:
     """The policy with its wrappers and options, what may overtake a waiting request under it, the report of policy
     `adaptive`, and the other settings.
@@ -24,7 +23,7 @@ async def scheduler(state: State) -> dict[str, Any]:
     return await _described(state)
 
 
-@router.post("/v1/scheduler")
+@routes.post("/v1/scheduler")
 async def change_scheduler(state: State, body: Body) -> dict[str, Any]:
     """Change the policy; 400 without a change for an unknown policy or option."""
     wanted = parse(body, SchedulerRequest, strict=state.options.strict_api)

@@ -6,11 +6,12 @@ The id is the client's (`rid`, `request_id`, X-Request-Id) or that of the answer
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, Response
+from starlette.responses import Response
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.server.http.errors import HttpError
 from tokenyard.server.http.generation_route import GenerationRoute
+from tokenyard.server.http.routes import Routes
 from tokenyard.server.http.streaming import Receive, Scope, Send
 from tokenyard.server.native.control_routes import Body, State
 from tokenyard.server.native.explain import cache_report, explained
@@ -19,10 +20,10 @@ from tokenyard.server.native.policy_routes import USER_POLICY_MARK
 from tokenyard.server.protocol import UpdateRequest, parse
 from tokenyard.server.state import ServerState, matching
 
-router = APIRouter(prefix="/v1/requests")
+routes = Routes("/v1/requests")
 
 
-@router.patch("/{request_id:path}")
+@routes.on("PATCH", "/{request_id:path}")
 async def update_request(state: State, request_id: str, body: Body) -> dict[str, Any]:
     """Change the priority or the deadline (from arrival) of a request that waits or runs; 404 otherwise.
 
@@ -42,7 +43,7 @@ async def update_request(state: State, request_id: str, body: Body) -> dict[str,
     return answer
 
 
-@router.post("/{request_id:path}/pause")
+@routes.post("/{request_id:path}/pause")
 async def pause_request(state: State, request_id: str) -> dict[str, Any]:
     """Pause a request until it is resumed. Its KV may stay in the prefix cache.
 
@@ -54,7 +55,7 @@ async def pause_request(state: State, request_id: str) -> dict[str, Any]:
     return answer if records is None else answer | {"kept": bool(matching(request_id, records.rids))}
 
 
-@router.post("/{request_id:path}/resume", response_model=None)
+@routes.post("/{request_id:path}/resume")
 async def resume_request(state: State, request_id: str) -> dict[str, Any] | Response:
     """Return a paused request to the queue, to continue where it stopped.
 
@@ -79,7 +80,7 @@ class Resumed(Response):
         await self._route(scope, receive, send)
 
 
-@router.get("/{request_id:path}/explain")
+@routes.get("/{request_id:path}/explain")
 async def explain_request(state: State, request_id: str) -> dict[str, Any]:
     """Where the time of an open or recently ended request went: one entry per answer."""
     control = state.control

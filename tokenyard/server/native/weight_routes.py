@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from tokenyard.base import ConfigError, InvalidRequestError, PauseMode, TokenyardError, WeightSource
 from tokenyard.engine.frontend.weight_files import check_tensor_file
 from tokenyard.engine.frontend.weight_updates import MEMORY_TAGS, WeightUpdate
 from tokenyard.server.http.errors import outcome_of
 from tokenyard.server.http.generate import FIRST_VERSION
+from tokenyard.server.http.routes import Routes
 from tokenyard.server.http.streaming import read_body
 from tokenyard.server.native.control_routes import Body, State
 from tokenyard.server.protocol import (
@@ -30,7 +31,7 @@ from tokenyard.server.protocol import (
 from tokenyard.server.state import ServerState
 
 logger = logging.getLogger(__name__)
-router = APIRouter()
+routes = Routes()
 
 LOAD_FORMATS = ("", "auto", "safetensors")
 VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "keep": "in_place", "retract": "retract"}
@@ -46,14 +47,14 @@ def version_of(state: ServerState) -> str:
     return state.control.weight_version or FIRST_VERSION
 
 
-@router.get("/weight_version")
-@router.get("/get_weight_version", include_in_schema=False)
+@routes.get("/weight_version")
+@routes.get("/get_weight_version", in_schema=False)
 async def weight_version(state: State) -> dict[str, Any]:
     """The version of the weights in use."""
     return {"weight_version": version_of(state)}
 
 
-@router.post("/update_weights_from_disk")
+@routes.post("/update_weights_from_disk")
 async def update_weights_from_disk(state: State, body: Body) -> Response:
     """Use the weights of another checkpoint of the same model, without ending requests; 400, and the old weights stay,
     if they do not fit or are damaged.
@@ -70,7 +71,7 @@ async def update_weights_from_disk(state: State, body: Body) -> Response:
     return await apply_update(state, update, "model_path")
 
 
-@router.post("/update_weights_from_tensor")
+@routes.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(
     request: Request, state: State, weight_version: str = "", flush_cache: bool = True, abort_all_requests: bool = False
 ) -> Response:
@@ -121,7 +122,7 @@ async def _receive(request: Request, path: Path) -> Path:
     return path
 
 
-@router.post("/init_weights_update_group")
+@routes.post("/init_weights_update_group")
 async def init_weights_update_group(state: State, body: Body) -> Response:
     """Join a trainer's group of torch.distributed; the response comes once all members have joined."""
     fields = parse(body, InitWeightsUpdateGroup, strict=state.options.strict_api)
@@ -139,14 +140,14 @@ async def init_weights_update_group(state: State, body: Body) -> Response:
     return await _answer_call(work, f"the group {group} is joined")
 
 
-@router.post("/destroy_weights_update_group")
+@routes.post("/destroy_weights_update_group")
 async def destroy_weights_update_group(state: State, body: Body) -> Response:
     """Leave a trainer's group."""
     group = parse(body or b"{}", DestroyWeightsUpdateGroup, strict=state.options.strict_api).group_name or GROUP
     return await _answer_call(state.control.weights.leave_group(group), f"the group {group} is left")
 
 
-@router.post("/update_weights_from_distributed")
+@routes.post("/update_weights_from_distributed")
 async def update_weights_from_distributed(state: State, body: Body) -> Response:
     """Use new values of some tensors, which the trainer broadcasts in the group meanwhile."""
     fields = parse(body, UpdateWeightsFromDistributed, strict=state.options.strict_api)
@@ -162,7 +163,7 @@ async def update_weights_from_distributed(state: State, body: Body) -> Response:
     return await answer_update(state, state.control.weights.use_staged(version), None)
 
 
-@router.post("/release_memory_occupation")
+@routes.post("/release_memory_occupation")
 async def release_memory_occupation(state: State, body: Body) -> Response:
     """Give the memory of weights and KV back until /resume_memory_occupation; new requests wait. 400 while requests are
     open.
@@ -170,7 +171,7 @@ async def release_memory_occupation(state: State, body: Body) -> Response:
     return await _answer_call(state.control.weights.release(_tags(state, body)), "released")
 
 
-@router.post("/resume_memory_occupation")
+@routes.post("/resume_memory_occupation")
 async def resume_memory_occupation(state: State, body: Body) -> Response:
     """Take memory again. Weights are read from where those in use came from."""
     return await _answer_call(state.control.weights.resume(_tags(state, body)), "resumed")
@@ -200,7 +201,7 @@ def _failed(error: TokenyardError, message: str) -> Response:
     return JSONResponse({"success": False, "message": message, "error": detail}, outcome.status)
 
 
-@router.post("/get_weights_by_name")
+@routes.post("/get_weights_by_name")
 async def get_weights_by_name(state: State, body: Body) -> Any:
     """The first rows of a tensor of the checkpoint in use, as nested lists."""
     fields = parse(body, GetWeightsByName, strict=state.options.strict_api)
@@ -247,7 +248,7 @@ async def answer_update(state: ServerState, work: Awaitable[str], param: str | N
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
-@router.post("/pause")
+@routes.post("/pause")
 async def pause(state: State, mode: str = "abort", clear_cache: bool = True) -> dict[str, Any]:
     """vLLM's name of /pause_generation. `keep` keeps running requests and their KV, `abort` ends them, and `retract`
     has them computed again. The prefix cache is emptied unless requests use it.
@@ -260,14 +261,14 @@ async def pause(state: State, mode: str = "abort", clear_cache: bool = True) -> 
     return {"status": "paused", "mode": mode}
 
 
-@router.post("/resume")
+@routes.post("/resume")
 async def resume(state: State) -> dict[str, Any]:
     """vLLM's name of /continue_generation."""
     await state.control.continue_()
     return {"status": "resumed"}
 
 
-@router.get("/is_paused")
+@routes.get("/is_paused")
 async def is_paused(state: State) -> dict[str, Any]:
     """Whether the engine is paused."""
     return {"is_paused": state.control.paused}

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.base.version import __version__
 from tokenyard.server.http.generate import CompletionOutput
 from tokenyard.server.http.request_context import RequestContext
+from tokenyard.server.http.routes import Routes
 from tokenyard.server.native.control_routes import Body, State
 from tokenyard.server.ollama.entries import capabilities, list_entry, loaded_entry, shown
 from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion, write_answer
@@ -21,7 +21,7 @@ from tokenyard.server.parse.events import ContentText, Event, ParsedToolCall, Re
 from tokenyard.server.prompts import check_chat_body
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, ContinuationFields, parse_body
 
-router = APIRouter(prefix="/api")
+routes = Routes("/api")
 
 SAMPLING = (
     "temperature",
@@ -261,19 +261,19 @@ async def _loaded(call: RequestContext, *, chat: bool) -> None:
     await call.reply.whole(orjson.dumps({**writer.line("", ""), "done": True, "done_reason": "load"}))
 
 
-@router.get("/version")
+@routes.get("/version")
 async def version() -> dict[str, Any]:
     """The version of this server."""
     return {"version": __version__}
 
 
-@router.get("/tags")
+@routes.get("/tags")
 async def tags(state: State) -> dict[str, Any]:
     """The models that are there: the one that is served."""
     return {"models": [list_entry(state.options.model_name, state.options.model_facts)]}
 
 
-@router.get("/ps")
+@routes.get("/ps")
 async def ps(state: State) -> dict[str, Any]:
     """The models that are loaded: the one that is served."""
     facts = state.options.model_facts
@@ -282,7 +282,7 @@ async def ps(state: State) -> dict[str, Any]:
     return {"models": [entry]}
 
 
-@router.post("/show")
+@routes.post("/show")
 async def show(state: State, body: Body) -> dict[str, Any]:
     """What is known of the model."""
     try:

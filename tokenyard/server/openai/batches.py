@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import FileResponse
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
 from tokenyard.base.fleet_headers import TENANT_HEADER
@@ -20,6 +20,7 @@ from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.server.engine_client import ControlClient
 from tokenyard.server.http.api_keys import TENANT
 from tokenyard.server.http.errors import HttpError
+from tokenyard.server.http.routes import Given, Routes
 from tokenyard.server.http.streaming import ClientGoneError, read_body
 from tokenyard.server.protocol import parse
 from tokenyard.server.state import ServerState
@@ -41,7 +42,7 @@ SMOOTHING = 0.2
 HOLD_ALL_S = 0.2
 """If an interactive request has no first token for so long, lines that run give their places up as well."""
 
-router = APIRouter(prefix="/v1")
+routes = Routes("/v1")
 
 
 class AskApp:
@@ -226,11 +227,11 @@ async def _tenant(request: Request) -> str:
     return request.scope.get(TENANT) or headers.get(TENANT_HEADER) or headers.get("x-tenant") or ""
 
 
-Kept = Annotated[BatchApi, Depends(_batches)]
-Tenant = Annotated[str, Depends(_tenant)]
+Kept = Annotated[BatchApi, Given(_batches)]
+Tenant = Annotated[str, Given(_tenant)]
 
 
-@router.post("/files")
+@routes.post("/files")
 async def upload(request: Request, kept: Kept, tenant: Tenant) -> dict[str, Any]:
     """Keep the lines of a batch."""
     form = UploadStream(kept.upload(tenant, request.headers.get("content-type", "")))
@@ -247,7 +248,7 @@ async def upload(request: Request, kept: Kept, tenant: Tenant) -> dict[str, Any]
         await form.close()
 
 
-@router.get("/files")
+@routes.get("/files")
 async def files(
     kept: Kept,
     tenant: Tenant,
@@ -260,25 +261,25 @@ async def files(
     return kept.list_files(tenant, purpose=purpose, limit=limit, after=after, order=order)
 
 
-@router.get("/files/{name}")
+@routes.get("/files/{name}")
 async def file(kept: Kept, tenant: Tenant, name: str) -> dict[str, Any]:
     """One file."""
     return kept.file(tenant, name).public()
 
 
-@router.get("/files/{name}/content")
+@routes.get("/files/{name}/content")
 async def content(kept: Kept, tenant: Tenant, name: str) -> Response:
     """What is in a file."""
     return FileResponse(kept.content(tenant, name), media_type="application/octet-stream")
 
 
-@router.delete("/files/{name}")
+@routes.on("DELETE", "/files/{name}")
 async def delete(kept: Kept, tenant: Tenant, name: str) -> dict[str, Any]:
     """Delete a file, unless a batch still reads it."""
     return kept.delete_file(tenant, name)
 
 
-@router.post("/batches")
+@routes.post("/batches")
 async def create(request: Request, kept: Kept, tenant: Tenant) -> dict[str, Any]:
     """Have the lines of a file answered."""
     state: ServerState = request.app.state.server
@@ -286,19 +287,19 @@ async def create(request: Request, kept: Kept, tenant: Tenant) -> dict[str, Any]
     return kept.create(tenant, parse(body, BatchFields, strict=state.options.strict_api))
 
 
-@router.get("/batches")
+@routes.get("/batches")
 async def batches(kept: Kept, tenant: Tenant, limit: int = BATCHES_A_PAGE, after: str = "") -> dict[str, Any]:
     """The tenant's batches, the newest first."""
     return kept.list_batches(tenant, limit=limit, after=after)
 
 
-@router.get("/batches/{name}")
+@routes.get("/batches/{name}")
 async def batch(kept: Kept, tenant: Tenant, name: str) -> dict[str, Any]:
     """One batch."""
     return kept.batch(tenant, name).public()
 
 
-@router.post("/batches/{name}/cancel")
+@routes.post("/batches/{name}/cancel")
 async def cancel(kept: Kept, tenant: Tenant, name: str) -> dict[str, Any]:
     """Answer no further lines of a batch. What is answered stays, in its files."""
     return kept.cancel(tenant, name)

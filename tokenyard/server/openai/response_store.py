@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 
 from tokenyard.server.http.api_keys import TENANT
 from tokenyard.server.http.errors import HttpError
+from tokenyard.server.http.routes import Routes
 
 MAX_RESPONSES = 10_000
 MAX_STORE_BYTES = 256_000_000
 MAX_AGE_S = 3600.0
 
-router = APIRouter(prefix="/v1/responses")
+routes = Routes("/v1/responses")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +131,14 @@ def _tenant(request: Request) -> str:
     return str(request.scope.get(TENANT, ""))
 
 
-@router.get("/{response_id}")
+@routes.get("/{response_id}")
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     """Return a stored response."""
     found: dict[str, Any] = orjson.loads(_store(request).get(response_id, _tenant(request)).response)
     return found
 
 
-@router.get("/{response_id}/input_items")
+@routes.get("/{response_id}/input_items")
 async def get_input_items(request: Request, response_id: str) -> dict[str, Any]:
     """Return the input items of a stored response, latest first."""
     items = orjson.loads(_store(request).get(response_id, _tenant(request)).items)[::-1]
@@ -146,7 +147,7 @@ async def get_input_items(request: Request, response_id: str) -> dict[str, Any]:
     return {"object": "list", "data": named, "has_more": False, **ends}
 
 
-@router.delete("/{response_id}")
+@routes.on("DELETE", "/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     """Delete a response."""
     _store(request).delete(response_id, _tenant(request))

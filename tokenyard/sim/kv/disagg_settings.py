@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tokenyard.base import ConfigError
 from tokenyard.cost import Link
 from tokenyard.disagg.protocol import Timeouts
-from tokenyard.kv_store.machine import PREFETCH_POLICIES, KvStoreLimits
+from tokenyard.kv_store.limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.routing.policies import KvUsage
 from tokenyard.routing.registry import DEFAULT_POLICY, make_policy
 
