@@ -5,8 +5,8 @@ import pytest
 
 from tokenyard.base import NS_PER_S, KvAvailable, KvLoaded, Load, OpenGate, PagesReleased, Store
 from tokenyard.base.blocks import StoredPrefix
+from tokenyard.base.kv_store_limits import KvStoreLimits
 from tokenyard.cost import get_profile
-from tokenyard.kv_store.limits import KvStoreLimits
 from tokenyard.kv_store.machine import (
     FIND_INTERVAL_NS,
     MAX_BACKLOG,

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tokenyard.base import NS_PER_S, KvAvailable, KvLoaded, Load, OpenGate, PagesReleased, Store
 from tokenyard.base.blocks import StoredPrefix
+from tokenyard.base.kv_store_limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.cost import get_profile
-from tokenyard.kv_store.limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.kv_store.machine import (
     MAX_BACKLOG,
     MAX_STAGED,

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tokenyard.base import ConfigError
-from tokenyard.kv_store.limits import PREFETCH_POLICIES
+from tokenyard.base.kv_store_limits import PREFETCH_POLICIES
 from tokenyard.routing.registry import POLICY_NAMES
 from tokenyard.sim.kv.disagg_settings import MODES, DisaggSettings, KvStoreSettings
 from tokenyard.sim.kv.transfer_figures import transfer_figures

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from tokenyard.base.declare import setting
+from tokenyard.base.kv_store_limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.base.ranges import ABOVE_ZERO, ANY_COUNT, POSITIVE, POSITIVE_COUNT, TARGET_MS, NumberRange
 from tokenyard.base.settings import SharedSettings
 from tokenyard.engine.frontend.sampling_defaults import SAMPLING_DEFAULTS
-from tokenyard.kv_store.limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.routing.balance import LOAD_BALANCE_METHODS
 
 MAX_RANKS = 64

@@ -31,7 +31,7 @@ from tokenyard.base import (
     Store,
 )
 from tokenyard.base.blocks import StoredPrefix
-from tokenyard.kv_store.limits import KvStoreLimits
+from tokenyard.base.kv_store_limits import KvStoreLimits
 
 NEVER_NS = 2**63 - 1
 FIND_INTERVAL_NS, MAX_FOUND = NS_PER_S // 10, 8

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tokenyard.base import ConfigError, ExecutorInfo, SchedulerSettings
-from tokenyard.kv_store.limits import KvStoreLimits
+from tokenyard.base.kv_store_limits import KvStoreLimits
 
 LIMITS = KvStoreLimits()
 

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, field
 
 from tokenyard.base import ConfigError
+from tokenyard.base.kv_store_limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.cost import Link
 from tokenyard.disagg.protocol import Timeouts
-from tokenyard.kv_store.limits import PREFETCH_POLICIES, KvStoreLimits
 from tokenyard.routing.policies import KvUsage
 from tokenyard.routing.registry import DEFAULT_POLICY, make_policy
 
