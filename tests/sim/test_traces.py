@@ -630,3 +630,100 @@ def test_a_file_that_is_not_recognised_asks_for_its_format(tmp_path):
     (tmp_path / "x.csv").write_text("when,in,out\n1,2,3\n")
     with pytest.raises(ConfigError, match="say which it is by --trace-format"):
         detect_format(tmp_path / "x.csv")
+
+
+SPEC = """
+version: "2"
+aggregate_rate: 100.0
+num_requests: 4000
+clients:
+  - {id: a, tenant_id: x, slo_class: batch, rate_fraction: 3, arrival: {process: gamma, cv: 2.0},
+     prefix_group: system, prefix_length: 64, slo_target_us: 250000,
+     input_distribution: {type: gaussian, params: {mean: 100, std_dev: 20, min: 50, max: 200}},
+     output_distribution: {type: empirical, params: {10: 0.5, 20: 0.5}}}
+  - {id: b, rate_fraction: 1, slo_class: critical, arrival: {process: poisson},
+     input_distribution: {type: exponential, params: {mean: 300}},
+     output_distribution: {type: constant, params: {value: 7}}}
+"""
+
+
+def test_requests_are_drawn_from_a_specification_of_blis(tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC)
+    assert detect_format(path) == "blis-spec"
+    workload = read_trace(path, "blis-spec")
+    assert len(workload) == 4000
+    assert workload.span_s == pytest.approx(40.0, rel=0.1)
+    batch = np.array(workload.classes)[workload.service_class] == "batch"
+    assert batch.mean() == pytest.approx(0.75, abs=0.03)
+    assert workload.prompt_tokens[batch].min() >= 114
+    assert workload.prompt_tokens[batch].mean() == pytest.approx(164, rel=0.02)
+    assert workload.prompt_tokens[~batch].mean() == pytest.approx(300, rel=0.1)
+    assert set(workload.output_tokens[batch]) == {10, 20}
+    assert (workload.slo_ttft_s[batch] == 0.25).all()
+    one, other = np.flatnonzero(batch)[:2]
+    a, b = (workload.content.prompt_ids(i, 100) for i in (one, other))
+    assert (a[:64] == b[:64]).all()
+    assert (a[64:] != b[64:]).any()
+
+
+def test_conversations_and_waiting_users_of_blis_are_closed_loops(tmp_path):
+    path = tmp_path / "spec.yaml"
+    talk = "reasoning: {multi_turn: {max_rounds: 3, think_time_us: 500000, context_growth: accumulate}}"
+    path.write_text(SPEC.replace("slo_class: critical,", f"slo_class: critical, {talk},"))
+    workload = read_trace(path, "blis-spec", ReadOptions(limit=300))
+    sessions, turns = workload.sessions, np.bincount(workload.sessions.session)
+    assert set(turns.tolist()) == {1, 3}
+    first = np.flatnonzero(turns[sessions.session] == 3)[0]
+    assert list(sessions.gap_s[first : first + 3]) == [0.0, 0.5, 0.5]
+    assert (np.diff(workload.prompt_tokens[first : first + 3]) > 7).all(), "a prompt repeats what was said before"
+    path.write_text(SPEC.replace("rate_fraction: 1,", "concurrency: 8, think_time_us: 1000,"))
+    with pytest.raises(ConfigError, match="split the file"):
+        read_trace(path, "blis-spec")
+    path.write_text(
+        SPEC.replace("rate_fraction: 1,", "concurrency: 8,").replace("rate_fraction: 3", "rate_fraction: 0")
+    )
+    users = read_trace(path, "blis-spec", ReadOptions(limit=80))
+    assert np.bincount(users.sessions.session).tolist() == [10] * 8
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        ("process: gamma", "process: beta", "poisson"),
+        ("rate_fraction: 3", "rate_fraktion: 3", "rate_fraction may be meant"),
+        ("{mean: 300}", "{maen: 300}", "mean is missing"),
+        ("10: 0.5, 20: 0.5", "10: -1, 20: 0.5", "at least 0"),
+        ("num_requests: 4000", "horizon: 0", "neither num_requests nor horizon"),
+        ("aggregate_rate: 100.0", "aggregate_rate: .nan", "aggregate_rate"),
+        ("id: b,", "id: b, multimodal: {},", "not modelled"),
+        ("clients:", "clients: [", "no YAML file"),
+    ],
+)
+def test_a_bad_specification_of_blis_is_one_clear_line(tmp_path, before, after, complaint):
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC.replace(before, after))
+    with pytest.raises(ConfigError, match=complaint) as error:
+        read_trace(path, "blis-spec")
+    assert "\n" not in error.value.message
+
+
+def test_prompts_of_text_are_counted_and_their_arrivals_drawn(tmp_path):
+    talk = [{"from": "human", "value": "how far is it"}, {"from": "gpt", "value": "four miles"}]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"id": "1", "conversations": talk}, {"id": "2", "conversations": talk[:1]}], indent=1))
+    assert detect_format(path) == "prompts"
+    workload = read_trace(path, "prompts", ReadOptions(tokenize=words))
+    assert list(workload.prompt_tokens) == [4]
+    assert list(workload.output_tokens) == [2]
+    assert "1 conversations have no answer" in workload.remarks[0]
+    own = write_lines(
+        tmp_path / "own.jsonl",
+        {"prompt": "a b c", "output_tokens": 9},
+        {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 5},
+        {"question": "why not", "answer": "no time left"},
+    )
+    assert detect_format(own) == "prompts"
+    assert list(read_trace(own, "prompts", ReadOptions(tokenize=words)).output_tokens) == [9, 5, 3]
+    with pytest.raises(ConfigError, match="how long the answer is"):
+        read_trace(write_lines(tmp_path / "bare.jsonl", {"prompt": "a"}), "prompts", ReadOptions(tokenize=words))

@@ -7,6 +7,7 @@ from tokenyard.base import ConfigError
 from tokenyard.sim.traces.azure import AZURE
 from tokenyard.sim.traces.bailian import BAILIAN
 from tokenyard.sim.traces.blis import BLIS
+from tokenyard.sim.traces.blis_spec import BLIS_SPEC, is_blis_spec
 from tokenyard.sim.traces.burstgpt import BURSTGPT
 from tokenyard.sim.traces.csv_table import csv_values
 from tokenyard.sim.traces.genai_spans import GENAI_SPANS
@@ -16,6 +17,7 @@ from tokenyard.sim.traces.lmcache_agent import LMCACHE_AGENT
 from tokenyard.sim.traces.mooncake import MOONCAKE
 from tokenyard.sim.traces.mooncake_sessions import MOONCAKE_SESSIONS
 from tokenyard.sim.traces.openai_jsonl import OPENAI_JSONL
+from tokenyard.sim.traces.prompts import PROMPT_TEXTS, is_array_of_prompts
 from tokenyard.sim.traces.read_options import ReadOptions
 from tokenyard.sim.traces.servegen import SERVEGEN
 from tokenyard.sim.traces.tokenyard_form import TOKENYARD, TOKENYARD_LOG
@@ -30,8 +32,9 @@ LINES_CHECKED = 50
 
 FORMATS = (
     *(MOONCAKE_SESSIONS, LLMSERVINGSIM, GENAI_SPANS, BAILIAN, MOONCAKE, AZURE, BURSTGPT, VIDUR, VLLM_MEASURED),
-    BLIS,
+    *(BLIS, BLIS_SPEC),
     *(SERVEGEN, KV_CACHE_TESTER, LMCACHE_AGENT, TOKENYARD_LOG, TOKENYARD_LOG_SESSIONS, TOKENYARD, OPENAI_JSONL),
+    PROMPT_TEXTS,
 )
 """In the order in which they are tried: one whose lines have the fields of another comes before that one."""
 TRACE_FORMATS = {form.name: form for form in FORMATS}
@@ -48,12 +51,16 @@ def read_trace(path: Path, trace_format: str, options: ReadOptions | None = None
 def detect_format(path: Path) -> str:
     """The name of the format. Raises ConfigError if the file cannot be read or its first lines fit none."""
     found, array = _of_members(path), False
+    if path.suffix in (".yaml", ".yml") and is_blis_spec(path):
+        return BLIS_SPEC.name
     if not found and not path.is_dir():
         for place, (where, line) in enumerate(islice(read_lines(path), LINES_CHECKED)):
             array = array or (place == 0 and line.startswith("["))
             found = _of_json(line) if line.lstrip().startswith("{") else ""
             if found or (place == 0 and (found := _of_table(where, line))):
                 break
+    if not found and array and is_array_of_prompts(line for _, line in islice(read_lines(path), LINES_CHECKED)):
+        return PROMPT_TEXTS.name
     if not found and array:
         raise ConfigError(f"{path} is one JSON array; write one object a line instead (jq -c '.[]')")
     if not found:

@@ -29,7 +29,7 @@ def read_openai(path: Path, options: ReadOptions) -> Workload:
     def take(where: str, line: str) -> None:
         record = json_object(line, where)
         body = record["body"] if isinstance(record.get("body"), dict) else record
-        ids, output = tokenize(_prompt_text(body, where)), _completion_tokens(record, where)
+        ids, output = tokenize(prompt_text(body, where)), _completion_tokens(record, where)
         builder.add(
             where,
             _stamp(record, where),
@@ -51,7 +51,8 @@ def _stamp(record: dict[str, Any], where: str) -> float:
     return in_seconds(number(record, "timestamp", where), where)
 
 
-def _prompt_text(body: dict[str, Any], where: str) -> str:
+def prompt_text(body: dict[str, Any], where: str) -> str:
+    """The text of a request's prompt or messages. Raises ConfigError if there is none, or something else than text."""
     if isinstance(body.get("prompt"), str):
         return str(body["prompt"])
     messages = body.get("messages")
