@@ -104,7 +104,7 @@ class Run:
         """The figures of its sessions."""
         words = shlex.split(self.row.removeprefix(SCRAMBLED))
         policy = [] if words[0].startswith("-") else ["--schedule-policy", words.pop(0)]
-        args = _arguments((*self._sessions, *policy, *words))
+        args = parsed((*self._sessions, *policy, *words))
         workload = _workload(self._sessions)
         returns = ScrambledReturnTimes if self.row.startswith(SCRAMBLED) else CheckedReturnTimes
         with patch("tokenyard.scheduler.session_table.CheckedReturnTimes", returns):
@@ -112,7 +112,7 @@ class Run:
         return {**asdict(self), "common": list(self.common), **summary(outcome)["sessions"]}
 
 
-def _arguments(words: tuple[str, ...]) -> argparse.Namespace:
+def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser()
     add_simulate_arguments(parser)
     args = parser.parse_strictly(list(words))
@@ -123,7 +123,7 @@ def _arguments(words: tuple[str, ...]) -> argparse.Namespace:
 @lru_cache(maxsize=1)
 def _workload(words: tuple[str, ...]) -> Workload:
     """Kept for the next row, as reading the trace takes as long as a short run."""
-    args = _arguments(words)
+    args = parsed(words)
     return load_workload(args, profile_of(args).context_length)
 
 
