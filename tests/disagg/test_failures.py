@@ -244,6 +244,16 @@ def test_the_load_of_an_engine_counts_while_it_says_what_it_is():
     ]
 
 
+def test_an_older_connection_to_an_engine_ends_for_itself():
+    decode_peer = DecodePeer(TERMS, 16)
+    for connection in (0, 1):
+        decode_peer.joined(connection, "a", 0)
+    decode_peer.lost(0, 1)
+    assert [(peer.name, peer.number) for peer in decode_peer.healthy_peers(1)] == [("a", 1)]
+    decode_peer.lost(1, 2)
+    assert not decode_peer.peers()
+
+
 def test_an_offer_that_makes_no_sense_is_refused():
     def fault(sender, message):
         if isinstance(message, Offer):

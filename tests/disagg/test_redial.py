@@ -38,7 +38,9 @@ def test_an_address_that_a_request_wants_is_dialled_once():
     assert schedule.want("a:1")
     assert schedule.take_wanted() == ["a:1"]
     assert schedule.take_wanted() == []
+    assert schedule.want("a:1"), "it is being dialled"
     schedule.connected("a:1")
+    assert schedule.take_wanted() == []
     assert not schedule.want("a:1")
     schedule.lost("a:1", "closed", 0)
     assert schedule.want("a:1")

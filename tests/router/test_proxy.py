@@ -175,6 +175,23 @@ def test_errors_that_another_worker_may_not_have_lead_there(status):
     run(main())
 
 
+def test_a_try_whose_predecessor_still_runs_at_its_worker_is_made_again():
+    async def main():
+        statuses = [503, 409, 409, 200]
+
+        async def reply(asked, writer):
+            status = statuses.pop(0)
+            writer.write(answer({"status": status}, status))
+
+        async with FakeWorker(on_request=reply) as worker, routing(worker) as (_, client):
+            assert (await client.complete()).json == {"status": 200}
+            statuses.append(409)
+            assert (await client.complete()).status == 409, "the client gave two requests one id"
+            assert len(worker.asked) == 5
+
+    run(main())
+
+
 def test_an_error_of_the_request_is_passed_on():
     async def main():
         async def refuse(asked, writer):
@@ -381,12 +398,19 @@ def test_headers_of_a_connection_stay_on_it():
     run(main())
 
 
-def test_a_worker_that_fails_gets_nothing_for_a_while_and_is_on_trial_then():
+CUT_OFF = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+
+
+@pytest.mark.parametrize("failure", [answer({}, 500), CUT_OFF], ids=["error", "cut off"])
+def test_a_worker_that_fails_gets_nothing_for_a_while_and_is_on_trial_then(failure):
     async def main():
         failing = True
 
         async def reply(asked, writer):
-            writer.write(answer({}, 500 if failing else 200))
+            writer.write(failure if failing else answer({}))
+            if failing:
+                await writer.drain()
+                writer.close()
 
         breaker = {"cb_failure_threshold": 2, "cb_success_threshold": 2, "cb_timeout_secs": 3600}
         async with (

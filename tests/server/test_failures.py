@@ -80,7 +80,7 @@ def test_a_request_id_in_flight_cannot_be_used_twice(start):
         chunks = first.iter_bytes()  # kept: the response closes when this is collected
         next(chunks)
         second = server.client.post("/generate", json=body)
-        assert second.status_code == 400
+        assert second.status_code == 409
         assert second.json()["error"]["code"] == "duplicate_rid"
     assert wait_until(lambda: server.state.open_requests == 0)
     manager.delay_s = 0.0

@@ -20,6 +20,7 @@ def main() -> int:
     begin = time.process_time()
     worlds = broken = asked = lost = 0
     faults: Counter[str] = Counter()
+    done: Counter[str] = Counter()
     simulated = 0.0
     # Stop it early, and it says what it has found so far.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -32,6 +33,7 @@ def main() -> int:
             worlds, asked, lost = worlds + 1, asked + len(outcome.seen), lost + outcome.lost
             simulated += outcome.seconds
             faults.update(fault.kind for fault in story.faults)
+            done += outcome.done
             if outcome.violations:
                 broken += 1
                 print(f"--- {story}")
@@ -45,6 +47,7 @@ def main() -> int:
         f"{worlds} worlds, {simulated:.0f} simulated s ({simulated / max(took, 1e-9):.1f} a second), {asked} requests, "
         f"{faults.total()} faults, {lost} answers lost, {broken} worlds with violations, {took:.0f} s of CPU time"
     )
+    print("done:", ", ".join(f"{count} {what}" for what, count in done.most_common()))
     print("faults:", ", ".join(f"{count} {kind}" for kind, count in faults.most_common()))
     return 1 if broken else 0
 

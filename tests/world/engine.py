@@ -38,6 +38,8 @@ WEIGHTS = ("second", "third")
 PORT = 30000
 IPC_S = 0.0001
 RESTART_S = 1.0
+END_S = 10.0
+"""In which a scheduler closes all that it has, once it is told to."""
 
 
 @functools.cache
@@ -88,6 +90,7 @@ class Scheduler:
         self.loop = SchedulerLoop(self._config.for_rank(self.rank), self, self.put, rank=self.rank)
         self.world.outside(0.0, self._started)
         self.loop.run()
+        self.loop.close()
 
     def _started(self) -> None:
         if self.api.alive and not self.ready.done():
@@ -126,9 +129,10 @@ class Scheduler:
         if self.api.alive and self.receive_output is not None:
             self.world.call_in(self.api, self.receive_output, *FROM_SCHEDULER.decode(frame))
 
-    def kill(self) -> None:
+    def kill(self, *, host: bool = False) -> None:
         """kill -9."""
-        self.process.alive, self.process.stopped = False, False
+        self.world.network.kill(self.process, host=host)
+        self.process.stopped = False
         for thread in list(self.process.threads):
             thread.kill()
 
@@ -190,6 +194,9 @@ class Engine:
         for scheduler in self.schedulers.values():
             scheduler.inbox.append(None)
             scheduler.thread.wake()
+        async with asyncio.timeout(END_S):
+            while not all(scheduler.thread.ended for scheduler in self.schedulers.values()):
+                await asyncio.sleep(0.05)
         self.world.exited(self)
 
     async def _load(self, state: ServerState) -> None:
@@ -241,7 +248,7 @@ class Engine:
         """kill -9 all processes; with `host`, the machine loses power and no peer hears of it."""
         self.world.network.kill(self.process, host=host)
         for scheduler in self.schedulers.values():
-            scheduler.kill()
+            scheduler.kill(host=host)
         self.schedulers.clear()
         self.world.disks.crash(self.name, power=host)
 
@@ -292,9 +299,21 @@ class Engine:
             state = core.snapshot(self.world.clock.now_ns)
             if state.used_tokens or state.held_tokens or core.has_work:
                 found.append(f"{scheduler.process.name} holds {state.used_tokens} KV tokens, has work: {core.has_work}")
+            found += self._left_elsewhere(scheduler.process.name, scheduler.loop)
             if self.manager is not None and weight_version(core.weights) != self.manager.weights.version:
                 wanted = self.manager.weights.version
                 found.append(f"{scheduler.process.name} has weights {core.weights!r} in place of {wanted!r}")
         if self.server is not None and self.server.state.open_requests:
             found.append(f"{self.name} has {self.server.state.open_requests} open requests")
+        return found
+
+    def _left_elsewhere(self, name: str, loop: SchedulerLoop) -> list[str]:
+        """What is still held for other engines, or by them."""
+        found = []
+        for describe in loop._driver._hooks.describe:
+            for counters in describe(self.world.clock.now_ns).get("transfer", {}).values():
+                self.world.done["prompts from other engines"] += counters.get("transferred", 0)
+                for what in ("open", "computing_for_others", "held_for_others"):
+                    if counters[what]:
+                        found.append(f"{name} has {counters[what]} keys {what}")
         return found

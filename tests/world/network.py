@@ -19,7 +19,7 @@ IN_FLIGHT = 1 << 16
 
 
 class Process:
-    """A process with a host of the same name. `alive` ends with a kill; a stopped one does nothing."""
+    """A process, with the name of its host up to a slash. `alive` ends with a kill; a stopped one does nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,6 +31,8 @@ class Process:
 
         self.held: list[Any] = []
         """Calls that wait until the process goes on."""
+
+        self.host = name.partition("/")[0]
 
     def stop(self) -> None:
         """SIGSTOP. `WorldLoop.resume` lets it go on."""
@@ -75,7 +77,7 @@ class Listener:
 
     def __init__(self, network: "Network", process: Process, port: int, factory: Callable[[], Any]) -> None:
         self._network, self.process, self.factory = network, process, factory
-        self.address = process.name, port
+        self.address = process.host, port
         self.context = contextvars.copy_context()
         self.sockets = [FakeSocket(*self.address)]
 
@@ -91,8 +93,8 @@ class Transport(asyncio.Transport):
     """One side of a connection. What one side writes goes through `_line` to the other side's protocol."""
 
     def __init__(self, network: "Network", process: Process, peer_name: str, context: contextvars.Context) -> None:
-        self.socket = ConnectionSocket(process.name, peer_name)
-        super().__init__({"peername": (peer_name, 1), "sockname": (process.name, 1), "socket": self.socket})
+        self.socket = ConnectionSocket(process.host, peer_name)
+        super().__init__({"peername": (peer_name, 1), "sockname": (process.host, 1), "socket": self.socket})
         self.network, self.process, self.context = network, process, context
         self.protocol: Any = None
         self.peer: Transport | None = None
@@ -224,6 +226,7 @@ class Network:
 
     blocked: pairs (from, to) of hosts between which nothing arrives; TCP sends it again once the pair can talk.
     slow: seconds that each segment to a host takes in addition.
+    flips: the chance that a segment from or to a host has a wrong bit, where seals and checksums notice it.
     """
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
@@ -232,6 +235,7 @@ class Network:
         self.listeners: dict[tuple[str, int], Listener] = {}
         self.blocked: set[tuple[str, str]] = set()
         self.slow: dict[str, float] = {}
+        self.flips: dict[str, float] = {}
         self._held: list[tuple[Transport, Transport, str, bytes]] = []
         self.segments = 0
 
@@ -248,39 +252,60 @@ class Network:
 
     def listen(self, process: Process, port: int, factory: Callable[[], Any]) -> Listener:
         """Take connections to a port of the process's host."""
-        assert (process.name, port) not in self.listeners, "the address is in use"
-        listener = self.listeners[process.name, port] = Listener(self, process, port, factory)
+        assert (process.host, port) not in self.listeners, "the address is in use"
+        listener = self.listeners[process.host, port] = Listener(self, process, port, factory)
         return listener
 
     async def connect(self, process: Process, address: tuple[str, int], factory: Callable[[], Any]) -> Any:
         """Open a connection. Raises ConnectionRefusedError; waits without end for a host that does not answer."""
-        await asyncio.sleep(2 * self.delay_s(process.name, address[0]))
-        while self._is_blocked(process.name, address[0]) or self._is_blocked(address[0], process.name):
+        await asyncio.sleep(2 * self.delay_s(process.host, address[0]))
+        while self.cut_off(process.host, address[0]):
             await asyncio.sleep(0.2)
+        near = self.join(process, address, factory)
+        return near, near.protocol
+
+    def cut_off(self, one: str, other: str) -> bool:
+        """Whether two hosts cannot open connections to each other."""
+        return (one, other) in self.blocked or (other, one) in self.blocked
+
+    def join(self, process: Process, address: tuple[str, int], factory: Callable[[], Any]) -> Transport:
+        """The near side of a new connection. Raises ConnectionRefusedError."""
         listener = self.listeners.get(address)
         if listener is None or not listener.process.alive:
             raise ConnectionRefusedError(111, "Connection refused")
         near = Transport(self, process, address[0], contextvars.copy_context())
-        far = Transport(self, listener.process, process.name, listener.context.copy())
+        far = Transport(self, listener.process, process.host, listener.context.copy())
         near.peer, far.peer = far, near
         near.protocol = factory()
-        far.protocol = far.context.run(listener.factory)
-        self.loop.call_soon(far.protocol.connection_made, far, context=far.context)
+        self.loop.call_soon(self._accept, far, listener, context=far.context)
         near.protocol.connection_made(near)
-        return near, near.protocol
+        return near
 
-    def _is_blocked(self, source: str, target: str) -> bool:
-        return (source, target) in self.blocked
+    @staticmethod
+    def _accept(far: Transport, listener: Listener) -> None:
+        far.protocol = listener.factory()
+        far.protocol.connection_made(far)
 
     def send(self, source: Transport, target: Transport, kind: str, data: bytes) -> None:
         """Bring a segment to the other side, in order."""
         self.segments += 1
-        if self._is_blocked(source.process.name, target.process.name):
+        here, there = source.process.host, target.process.host
+        if (here, there) in self.blocked:
             self._held.append((source, target, kind, data))
             return
-        delay_ns = round(self.delay_s(source.process.name, target.process.name) * NS)
+        delay_ns = round(self.delay_s(here, there) * NS)
         source.line_free_ns = due = max(source.line_free_ns, self._clock.now_ns + delay_ns) + 1
+        if kind == "data" and max(self.flips.get(here, 0.0), self.flips.get(there, 0.0)):
+            data = self._flipped(source, target, data, max(self.flips.get(here, 0.0), self.flips.get(there, 0.0)))
         self.loop.call_at(due / NS, target.arrive, kind, data, context=target.context)
+
+    def _flipped(self, source: Transport, target: Transport, data: bytes, chance: float) -> bytes:
+        """The same bytes with one wrong bit, if the connection is one that notices."""
+        checked = any(getattr(side.protocol, "checked", False) for side in (source, target))
+        if not checked or self.rng.random() >= chance:
+            return data
+        at = self.rng.randrange(len(data))
+        return data[:at] + bytes([data[at] ^ 1 << self.rng.randrange(8)]) + data[at + 1 :]
 
     def block(self, one: str, other: str, *, both: bool = True) -> None:
         """Nothing arrives at `other` from `one` any more; with `both`, nor the other way."""

@@ -4,6 +4,8 @@ What is created outside of the world's processes is real.
 """
 
 import queue
+import random
+import secrets
 import sys
 import threading
 from collections import deque
@@ -15,7 +17,7 @@ from tests.world.lockstep import LockstepThread, running
 from tests.world.loop import current
 
 
-class _Waiters:
+class Waiters:
     """Threads that wait for something, in order."""
 
     def __init__(self, clock: Clock) -> None:
@@ -46,7 +48,7 @@ class Lock:
     """threading.Lock."""
 
     def __init__(self, clock: Clock) -> None:
-        self._held, self._waiters = False, _Waiters(clock)
+        self._held, self._waiters = False, Waiters(clock)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         while self._held:
@@ -75,7 +77,7 @@ class Condition:
 
     def __init__(self, clock: Clock, lock: Any) -> None:
         self._lock, self._clock = lock, clock
-        self._waiters = _Waiters(clock)
+        self._waiters = Waiters(clock)
         self.acquire, self.release = lock.acquire, lock.release
 
     def __enter__(self) -> bool:
@@ -111,7 +113,7 @@ class Event:
     """threading.Event."""
 
     def __init__(self, clock: Clock) -> None:
-        self._set, self._waiters = False, _Waiters(clock)
+        self._set, self._waiters = False, Waiters(clock)
 
     def is_set(self) -> bool:
         return self._set
@@ -134,7 +136,7 @@ class SimpleQueue:
 
     def __init__(self, clock: Clock) -> None:
         self._items: deque[Any] = deque()
-        self._waiters, self._clock = _Waiters(clock), clock
+        self._waiters, self._clock = Waiters(clock), clock
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         self._items.append(item)
@@ -163,7 +165,7 @@ class Thread:
 
     def __init__(self, world: Any, target: Callable[..., Any], args: Any = (), kwargs: Any = None) -> None:
         self._world, self._main = world, lambda: target(*args, **(kwargs or {}))
-        self._ended = _Waiters(world.clock)
+        self._ended = Waiters(world.clock)
         self._thread: LockstepThread | None = None
 
     def start(self) -> None:
@@ -184,6 +186,30 @@ class Thread:
     def join(self, timeout: float | None = None) -> None:
         if self.is_alive():
             self._ended.wait(timeout)
+
+
+class ThreadPoolExecutor:
+    """concurrent.futures.ThreadPoolExecutor whose work returns nothing."""
+
+    def __init__(self, world: Any, workers: int) -> None:
+        self._world, self._workers = world, workers
+        self._queued: deque[Callable[[], Any]] = deque()
+        self._threads: list[Thread] = []
+
+    def submit(self, work: Callable[[], Any]) -> None:
+        self._queued.append(work)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) < self._workers:
+            self._threads.append(Thread(self._world, self._run))
+            self._threads[-1].start()
+
+    def _run(self) -> None:
+        while self._queued:
+            self._queued.popleft()()
+
+    def shutdown(self, wait: bool = True) -> None:
+        for thread in self._threads if wait else ():
+            thread.join()
 
 
 class Timer(Thread):
@@ -227,6 +253,19 @@ class _Threading:
         return threading.Event() if current.get() is None else Event(self._world.clock)
 
 
+class Secrets:
+    """The module `secrets`, or a world would not be the same each time."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.token_bytes, self.randbits = rng.randbytes, rng.getrandbits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(secrets, name)
+
+    def token_hex(self, size: int) -> str:
+        return self.token_bytes(size).hex()
+
+
 class _QueueClass:
     """The class `queue.SimpleQueue`, also with the type of its items: `SimpleQueue[int]`."""
 
@@ -252,7 +291,11 @@ class _Queue:
 def patches(world: Any) -> dict[tuple[Any, str], Any]:
     """What modules of the product find under which names while the world runs."""
     found: dict[tuple[Any, str], Any] = {}
-    fakes = {"threading": (threading, _Threading(world)), "queue": (queue, _Queue(world.clock))}
+    fakes = {
+        "threading": (threading, _Threading(world)),
+        "queue": (queue, _Queue(world.clock)),
+        "secrets": (secrets, Secrets(random.Random(world.story.seed + 2))),
+    }
     for name, module in sorted(sys.modules.items()):
         if name.startswith("tokenyard."):
             for word, (real, fake) in fakes.items():

@@ -6,12 +6,13 @@ import logging
 import random
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.world import client, threads
+from tests.world import client, sockets, threads
 from tests.world.clock import NS, Clock, installed
 from tests.world.disk import Disks
 from tests.world.engine import ADAPTERS, PORT, WEIGHTS, Engine, weights_folder
@@ -19,6 +20,7 @@ from tests.world.foreign import ForeignEngine
 from tests.world.lockstep import LockstepThread, running
 from tests.world.loop import WorldLoop, current
 from tests.world.network import FakeSocket, Network, Process
+from tests.world.sockets import Sockets
 from tokenyard.engine.scheduler_process.attachments import kv_store
 from tokenyard.kv_store import slab
 from tokenyard.router import process as router_process
@@ -55,12 +57,27 @@ class Story:
     faults: list[Fault]
     settings: dict[str, Any] = field(default_factory=dict)
     foreign: int = 0
+    disagg: str = ""
+    """PD: `both`, all engines compute prompts for each other; else the last engine does for the others. `ask`: they
+    find it themselves. `split`: routers send it a half of each request."""
+
+    def settings_of(self, place: int) -> dict[str, Any]:
+        """The settings of one engine."""
+        if not self.disagg:
+            return self.settings
+        urls = [f"http://engine{i}:{PORT}" for i in range(self.engines)]
+        found = self.settings | {"disaggregation_transfer_backend": "tcp", "disaggregation_secret": "secret"}
+        if self.disagg == "both":
+            return found | {"disaggregation_mode": "both", "prefill_engines": urls[:place] + urls[place + 1 :]}
+        if place == self.engines - 1:
+            return found | {"disaggregation_mode": "prefill"}
+        return found | {"disaggregation_mode": "decode", "prefill_engines": urls[-1:] * (self.disagg == "ask")}
 
     def __str__(self) -> str:
         shape = (
             f"seed {self.seed}: {self.engines} engines of {self.ranks} ranks, {self.routers} routers, "
             f"{self.foreign} foreign engines, {self.settings}"
-        )
+        ) + (f", PD {self.disagg}" if self.disagg else "")
         return "\n".join([shape, f"{len(self.asks)} requests:", *map(str, self.asks[:4]), *map(str, self.faults)])
 
 
@@ -73,6 +90,8 @@ class Outcome:
     seconds: float
     lost: int
     digest: int
+    done: Counter[str] = field(default_factory=Counter)
+    """How often what joins came to something, by the counters of engines that live at the end."""
 
 
 class _Alarms(logging.Handler):
@@ -143,13 +162,18 @@ class World:
         self.contexts: dict[Process, contextvars.Context] = {}
         self._no_process = contextvars.Context()
         self.seen: list[client.Seen] = []
+        self.done: Counter[str] = Counter()
         self.excused: dict[str, list[tuple[float, float]]] = {}
         self.folder = tempfile.TemporaryDirectory(prefix="world-")
         self.disks = Disks(self.clock, self.network.rng, Path(self.folder.name))
-        self.engines = [Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings) for i in range(story.engines)]
+        self.sockets = Sockets(self)
+        self.engines = [
+            Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings_of(i)) for i in range(story.engines)
+        ]
         foreign = random.Random(story.seed + 1)
         self.foreign = [ForeignEngine(self, f"foreign{i}", foreign) for i in range(story.foreign)]
-        urls = tuple(engine.url for engine in [*self.engines, *self.foreign])
+        asked = self.engines[:-1] if story.disagg == "ask" else self.engines
+        urls = tuple(engine.url for engine in [*asked, *self.foreign])
         self.routers = [
             RouterHost(self, f"router{i}", RouterSettings(worker_urls=urls, seed=story.seed, log_level="warning"))
             for i in range(story.routers)
@@ -213,6 +237,13 @@ class World:
                 for router in self.routers:
                     self.network.block(fault.target, router.name, both=False)
                 later(self.network.heal)
+            case "cut off":
+                for engine in self.engines:
+                    self.network.block(engine.name, fault.target, both=fault.seconds < 6)
+                later(self.network.heal)
+            case "wire bits":
+                self.network.flips[fault.target] = 0.03
+                later(self.network.flips.pop, fault.target, None)
             case "slow":
                 self.network.slow[fault.target] = 0.3
                 later(self.network.slow.pop, fault.target, None)
@@ -290,10 +321,10 @@ class World:
         lost = sum(seen.end not in ("done", "left") for seen in self.seen)
         trace = tuple((seen.ask.number, seen.end, round(seen.ended_s, 9), seen.token_count) for seen in self.seen)
         digest = zlib.crc32(repr((trace, self.network.segments)).encode())
-        return Outcome(self.seen, found, begun / NS, lost, digest)
+        return Outcome(self.seen, found, begun / NS, lost, digest, self.done)
 
     def _patches(self) -> dict[tuple[Any, str], Any]:
-        patches = threads.patches(self)
+        patches = threads.patches(self) | sockets.patches(self)
         return patches | {(kv_store, "Inbox"): patches[kv_store, "queue"].SimpleQueue, (slab, "os"): self.disks}
 
     def _end(self) -> None:
@@ -464,9 +495,21 @@ def make_story(seed: int) -> Story:
         settings |= {"enable_hierarchical_cache": True, "hicache_storage_gb": rng.choice((0.0002, 0.01))}
     if rng.random() < 0.3:
         settings |= {"speculative_algorithm": "NGRAM", "mock_draft_acceptance": rng.choice((0.2, 0.8))}
-    faults.sort(key=lambda fault: fault.at_s)
     foreign = 1 if rng.random() < 0.25 else 0
-    return Story(seed, engines, routers, rng.choice((1, 1, 2)), asks, faults, settings, foreign)
+    ranks = rng.choice((1, 1, 2))
+    # What joined later draws for itself, so that it leaves the rest of a seed's world as it was.
+    rng = random.Random(f"{seed} PD")
+    disagg = rng.choice(("",) * 4 + ("both", "ask", "split"))
+    if disagg:
+        settings |= {"disaggregation_lease_s": rng.choice((2.0, 8.0))}
+        at_s, seconds_each = lambda: rng.uniform(1, seconds), lambda: rng.uniform(0.2, 12)
+        spared = min(spared, engines - 2) if disagg != "both" else spared
+        harmed = [f"engine{i}" for i in range(engines) if i != spared]
+        kinds = ("cut off", "wire bits", "wire bits", "kill", "stop", "power", "kill scheduler", "slow")
+        faults = [replace(fault, target=harmed[0]) if fault.target == f"engine{spared}" else fault for fault in faults]
+        faults += [Fault(at_s(), rng.choice(kinds), rng.choice(harmed), seconds_each()) for _ in range(4)]
+    faults.sort(key=lambda fault: fault.at_s)
+    return Story(seed, engines, routers, ranks, asks, faults, settings, foreign, disagg)
 
 
 def run(story: Story) -> Outcome:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tokenyard.base import ConfigError, Event, TokenyardError
+from tokenyard.base import Cancel, ConfigError, Event, TokenyardError
 from tokenyard.base.frames import HandshakeError
 from tokenyard.disagg.connection import Connection
 from tokenyard.disagg.handshake import EngineIdentity, Pull, frame
@@ -87,6 +87,8 @@ class KvTransferManager:
         """The prefill engines that accept requests now; read from any thread."""
         self.offered: tuple[int, ...] = ()
         """See `DecodePeer.offered`; read from any thread."""
+        self.failure: Exception | None = None
+        """What ended the thread before `close`; read from any thread, after an event that `deliver` passes."""
         self.on_lost: Callable[[str, str], None] = lambda name, why: None
         self._timeouts = timeouts
         self._deliver = deliver
@@ -153,6 +155,13 @@ class KvTransferManager:
     # ---- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve_all()
+        except Exception as error:
+            self.failure = error
+            self._deliver(Cancel([0]))  # of no request: it wakes the event loop
+
+    def _serve_all(self) -> None:
         while not self._stopping:
             for key, ready in self._selector.select(self._wait_s()):
                 if key.fileobj is self._wake_in:

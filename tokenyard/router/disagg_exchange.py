@@ -158,6 +158,7 @@ class PrefillRequest(ResponseReader):
             self._parts.append(data)
         if done:
             self._connection = None
+            self._router.completed(self.target, self._status)
             self._owner.prefilled(self._status, b"".join(self._parts))
 
     @override
@@ -262,10 +263,11 @@ class DisaggExchange(Exchange):
         """
         assert self.partner is not None
         assert self.target is not None
-        if status in RETRYABLE and self.target.worker.computes_alone and not self.partner.worker.by_params:
+        retryable = self._is_retryable(status)
+        if retryable and self.target.worker.computes_alone and not self.partner.worker.by_params:
             self.alone = True
             self._restart_prefill("the prefill worker is too busy")
-        elif status in RETRYABLE:
+        elif retryable:
             self.prefill_failed(f"the prefill worker answered {status}")
         elif not self._started:
             self._drop_upstream()

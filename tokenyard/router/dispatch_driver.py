@@ -30,7 +30,9 @@ from tokenyard.routing.tenant_limits import KeyUsage
 log = logging.getLogger(__name__)
 request_log = logging.getLogger("tokenyard.requests")
 
-OVERLOADED, DRAINS = frozenset({429, 503}), 503
+REFUSALS, DRAINS = frozenset({409, 429, 503}), 503
+"""Statuses of workers that are not at fault; the one of those that shut down."""
+
 RATIO_STEP = 0.02
 
 
@@ -235,15 +237,18 @@ class DispatchDriver:
     def answered(self, target: HttpTarget, status: int) -> None:
         """The worker has begun to respond."""
         self.metrics.statuses[status] += 1
+        if status >= 500:
+            self._failed(target)
+
+    def completed(self, target: HttpTarget, status: int) -> None:
+        """The worker's response is complete. A worker whose responses only begin well must not count as healthy."""
         if status < 500:
             self.machine.succeeded(target)
-        else:
-            self._failed(target)
 
     def refused(self, target: HttpTarget, status: int) -> None:
         """The worker responded with an error that another worker may not give."""
         self.metrics.statuses[status] += 1
-        if status not in OVERLOADED:
+        if status not in REFUSALS:
             self._failed(target)
         elif status == DRAINS:
             self.health.check_soon(target.worker)

@@ -42,6 +42,9 @@ from tokenyard.routing.load import DispatchedRequest
 log = logging.getLogger(__name__)
 
 RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
+ID_IN_USE = 409
+"""The worker has not noticed yet that the router gave up an earlier try there."""
+
 JSON, EVENT_STREAM, JSON_LINES = b"application/json", b"text/event-stream", b"application/x-ndjson"
 TAIL_BYTES = 4096
 MAX_HELD_BYTES = 1 << 20
@@ -168,12 +171,12 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         if self._started and not follows:
             router.refused(target, head.status)
             self._drop_upstream()
-            if head.status in RETRYABLE:
+            if self._is_retryable(head.status):
                 self._retry_continuation(f"the worker answers {head.status}")
             else:
                 self._lost("the worker does not continue the stream")
             return None
-        if head.status in RETRYABLE and router.machine.may_retry(self):
+        if self._is_retryable(head.status) and router.machine.may_retry(self):
             router.refused(target, head.status)
             self._drop_upstream()
             router.retry(self)
@@ -301,6 +304,9 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         sent, self._upstream = self.sent, None
         assert sent is not None
         self._learn(tail, sent)
+        assert self.target is not None
+        assert self._head is not None
+        self._router.completed(self.target, self._head.status)
         self._outcome = self._outcome or "done"
         self._close()
         self._front.end()
@@ -337,6 +343,10 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         }
 
     # Failures.
+
+    def _is_retryable(self, status: int) -> bool:
+        """Whether another worker, or the same one later, may answer otherwise."""
+        return status in RETRYABLE or (status == ID_IN_USE and self.tries > 1)
 
     def _retry_elsewhere(self, why: str) -> None:
         """The target failed before the client got anything of its response."""

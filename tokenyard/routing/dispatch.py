@@ -290,7 +290,7 @@ class Dispatcher(Generic[W, R]):
     # Workers.
 
     def succeeded(self, target: Target[W]) -> None:
-        """The target has begun a response without failing."""
+        """The target has completed a response without failing."""
         target.breaker.succeeded()
 
     def failed(self, target: Target[W], now: int) -> None:

@@ -122,7 +122,8 @@ class DecodePeer:
     def lost(self, peer: int, now: int, why: str = "connection lost") -> None:
         """Handle the end of a connection: everything open on it fails."""
         known = self._by_connection.pop(peer, None)
-        if known is None:
+        if known is None or known.number != peer:
+            # There is a newer connection.
             return
         known.number = None
         if not known.open_keys:

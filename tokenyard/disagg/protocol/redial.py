@@ -39,8 +39,8 @@ class RedialSchedule:
         return True
 
     def take_wanted(self) -> list[str]:
-        """The addresses to dial now, each once."""
-        wanted = list(self._wanted)
+        """The addresses to dial now, each once. Some were dialled since a request wanted them."""
+        wanted = [address for address in self._wanted if address not in self._connected]
         self._wanted.clear()
         return wanted
 

@@ -106,7 +106,9 @@ class DisaggConnector(Attachment):
         self._manager.close()
 
     def busy(self) -> bool:
-        """Whether requests wait for other engines."""
+        """Whether requests wait for other engines. Raises what ended the transfers: nothing would wake them again."""
+        if self._manager.failure is not None:
+            raise self._manager.failure
         return self._manager.decode_peer.open_keys > 0
 
     def held_reasons(self) -> Mapping[str, str]:
