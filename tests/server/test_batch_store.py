@@ -1,11 +1,15 @@
-"""What is kept of batches: on a disk that is full for a moment, and how many."""
+"""What is kept of batches: on a disk that is full for a moment, and how many; and that held lines go on."""
 
+import asyncio
+import os
 import resource
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tokenyard.batch import batch_store
+from tokenyard.batch.batch_runner import BatchRunner
 from tokenyard.batch.batch_store import ENDPOINTS, MAX_OPEN_BATCHES, Answer, Batch, BatchStore, TooManyBatchesError
 from tokenyard.batch.file_store import FileStore
 
@@ -39,6 +43,60 @@ def kept(tmp_path):
         return store.create(tenant, SimpleNamespace(**fields))
 
     return store, create
+
+
+class HeldOnce:
+    """Room for all lines, which are held back until it adapts a second time."""
+
+    closing = False
+
+    def __init__(self):
+        self.calls, self.go = 0, asyncio.Event()
+
+    def adapt(self):
+        self.calls += 1
+        if self.calls > 1:
+            self.go.set()
+
+    async def free(self, open_lines):
+        return 16
+
+    def started(self, rid):
+        pass
+
+    ended = started
+
+
+def test_lines_that_are_held_back_go_on_when_no_other_is_left(kept):
+    store, create = kept
+    batch = create("a", b'{"custom_id":"x","method":"POST","url":"/v1/chat/completions","body":{"model":"m"}}\n')
+
+    async def main():
+        room = HeldOnce()
+
+        async def ask(path, headers, body):
+            await room.go.wait()
+            return 200, b"{}"
+
+        runner = BatchRunner(store, ask, room)
+        runner.start()
+        async with asyncio.timeout(10):
+            while batch.status != "completed":
+                await asyncio.sleep(0.01)
+        await runner.close()
+
+    asyncio.run(main())
+    assert batch.completed == 1
+
+
+def test_what_is_kept_survives_a_loss_of_power_under_its_name(kept, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+    store, create = kept
+    batch = create("a")
+    assert synced[-2:] == [f".{batch.id}.json.part", "batches"]
+    store.add(batch, [Answer(0, True, {})])
+    assert synced[-2:] == [f"{batch.id}.answers", "batches"]
 
 
 def test_open_batches_of_a_tenant_are_bounded_and_cost_no_other_tenant(kept):

@@ -25,6 +25,8 @@ class Disk:
     broken: whether reads and writes fail.
     open_fds: by number, the process that opened it, and the path.
     written: what was there before each of the latest writes: time, path, offset, bytes.
+    synced: what files held when they were last synced, by inode.
+    names: the inodes of the names in each folder when that was last synced.
     """
 
     folder: Path
@@ -33,6 +35,8 @@ class Disk:
     broken: bool = False
     open_fds: dict[int, tuple[str, Path]] = field(default_factory=dict)
     written: deque[tuple[int, Path, int, bytes]] = field(default_factory=deque)
+    synced: dict[int, bytes] = field(default_factory=dict)
+    names: dict[Path, dict[str, int]] = field(default_factory=dict)
 
 
 class Disks:
@@ -62,12 +66,37 @@ class Disks:
             if f"{owner}/".startswith(f"{name}/"):
                 os.close(fd)
                 del disk.open_fds[fd]
+        self._lose_unsynced(disk, power=power)
         while power and disk.written:
             at_ns, path, offset, before = disk.written.pop()
             if self._clock.now_ns - at_ns < UNSYNCED_S * NS and self._rng.random() < 0.5:
                 with open(path, "r+b") as file:
                     file.seek(offset)
                     file.write(before)
+
+    def _lose_unsynced(self, disk: Disk, *, power: bool) -> None:
+        """Cut a write to a file of answers short; without power, also undo at random what was not synced."""
+        for path in sorted(disk.folder.glob("files/batches/*.answers")):
+            if self._rng.random() < 0.5:
+                with path.open("ab") as file:
+                    file.write(b'{"place":0,"succeeded":tr')
+        for folder in sorted(disk.folder.glob("files/*/")) if power else ():
+            names = disk.names.get(folder, {})
+            for name in sorted(_inodes(folder).keys() | names.keys()):
+                self._lose_name(disk, folder / name, names.get(name))
+            disk.names[folder] = _inodes(folder)
+            disk.synced |= {path.stat().st_ino: path.read_bytes() for path in folder.iterdir()}
+
+    def _lose_name(self, disk: Disk, path: Path, synced: int | None) -> None:
+        """Bring a name back to the inode that it had when its folder was synced, or not, and lose unsynced content."""
+        now = path.stat().st_ino if path.exists() else None
+        if now != synced and self._rng.random() < 0.5:
+            path.unlink(missing_ok=True)
+            now = synced
+        if now is not None:
+            kept = disk.synced.get(now, b"")
+            rest = path.read_bytes()[len(kept) :] if path.exists() else b""
+            path.write_bytes(kept + rest[: self._rng.randint(0, len(rest))])
 
     def flip(self, host: str) -> None:
         """Change some bits of what is stored."""
@@ -106,6 +135,16 @@ class Disks:
         if self._disk().open_fds.pop(fd, None) is not None:
             os.close(fd)
 
+    def fsync(self, fd: int) -> None:
+        disk = self._disk()
+        if disk.broken or disk.full:
+            raise OSError(errno.ENOSPC if disk.full else errno.EIO, "the disk fails")
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.is_dir():
+            disk.names[path] = _inodes(path)
+        else:
+            disk.synced[os.fstat(fd).st_ino] = path.read_bytes()
+
     def pwrite(self, fd: int, data: Any, offset: int) -> int:
         disk, left = self._disk(), memoryview(data).cast("B")
         self._wait(disk)
@@ -130,3 +169,7 @@ class Disks:
     def ftruncate(self, fd: int, size: int) -> None:
         self._wait(self._disk())
         os.ftruncate(fd, size)
+
+
+def _inodes(folder: Path) -> dict[str, int]:
+    return {entry.name: entry.inode() for entry in os.scandir(folder)}

@@ -150,8 +150,11 @@ class Engine:
 
     def __init__(self, world: Any, name: str, **settings: Any) -> None:
         self.world, self.name = world, name
-        self.disk = world.disks.add(name) if settings.get("enable_hierarchical_cache") else None
-        if self.disk is not None:
+        stores = settings.get("enable_hierarchical_cache")
+        self.disk = world.disks.add(name) if stores or settings.get("file_storage_path") else None
+        if settings.get("file_storage_path"):
+            settings["file_storage_path"] = str(self.disk.folder / "files")
+        if stores:
             settings |= {"hicache_storage_backend": "disk", "hicache_storage_dir": str(self.disk.folder / "kv")}
         if settings.get("enable_lora"):
             settings |= {"lora_paths": tuple(f"{adapter}={adapter_folder(adapter)}" for adapter in ADAPTERS)}

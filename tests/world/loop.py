@@ -46,8 +46,12 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.over = False
         """Whether the world has ended: what is scheduled then never runs."""
 
-        self.tasks: list[asyncio.Task[Any]] = []
-        """All tasks, so that those of an ended process are not collected, which would run their `finally` blocks."""
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        """All that are not done, so that those of an ended process are not collected, which would run their `finally`
+        blocks. What is done is let go at once: parts of the server count what is still referenced.
+        """
+
+        self._no_process = contextvars.Context()
         self.set_exception_handler(self._failed)
         self.set_task_factory(self._new_task)
 
@@ -68,15 +72,14 @@ class WorldLoop(asyncio.BaseEventLoop):
 
     def _new_task(self, loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coroutine, loop=loop, **named)
-        self.tasks.append(task)
-        if len(self.tasks) > 4096:
-            self.tasks = [task for task in self.tasks if not task.done()]
+        self.tasks[task] = None
+        task.add_done_callback(lambda done: self.tasks.pop(done, None), context=self._no_process)
         return task
 
     def end(self) -> None:
         """End the world: close what waits, without running anything more."""
         self.over = True
-        for task in self.tasks:
+        for task in list(self.tasks):
             if not task.done():
                 with contextlib.suppress(BaseException):
                     task.get_coro().close()  # type: ignore[union-attr]
@@ -115,6 +118,8 @@ class WorldLoop(asyncio.BaseEventLoop):
         if not self.over:
             self._ready.append(call)
         return call
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None

@@ -5,14 +5,16 @@ import contextvars
 import logging
 import random
 import tempfile
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.world import client, sockets, threads
+from tests.world import batch, client, sockets, threads
 from tests.world.clock import NS, Clock, installed
 from tests.world.disk import Disks
 from tests.world.engine import ADAPTERS, PORT, WEIGHTS, Engine, weights_folder
@@ -21,11 +23,13 @@ from tests.world.lockstep import LockstepThread, running
 from tests.world.loop import WorldLoop, current
 from tests.world.network import FakeSocket, Network, Process
 from tests.world.sockets import Sockets
+from tokenyard.batch import batch_store, file_store
 from tokenyard.engine.scheduler_process.attachments import kv_store
 from tokenyard.kv_store import slab
 from tokenyard.router import process as router_process
 from tokenyard.router.proxy import Router
 from tokenyard.router.router_settings import RouterSettings
+from tokenyard.server.openai import batches
 
 ROUTER_PORT = 8000
 SETTLE_S = 240.0
@@ -57,6 +61,7 @@ class Story:
     faults: list[Fault]
     settings: dict[str, Any] = field(default_factory=dict)
     foreign: int = 0
+    batches: list[batch.BatchAsk] = field(default_factory=list)
     disagg: str = ""
     """PD: `both`, all engines compute prompts for each other; else the last engine does for the others. `ask`: they
     find it themselves. `split`: routers send it a half of each request."""
@@ -78,7 +83,8 @@ class Story:
             f"seed {self.seed}: {self.engines} engines of {self.ranks} ranks, {self.routers} routers, "
             f"{self.foreign} foreign engines, {self.settings}"
         ) + (f", PD {self.disagg}" if self.disagg else "")
-        return "\n".join([shape, f"{len(self.asks)} requests:", *map(str, self.asks[:4]), *map(str, self.faults)])
+        asked = [*map(str, self.asks[:4]), *map(str, self.batches)]
+        return "\n".join([shape, f"{len(self.asks)} requests:", *asked, *map(str, self.faults)])
 
 
 @dataclass
@@ -163,6 +169,7 @@ class World:
         self._no_process = contextvars.Context()
         self.seen: list[client.Seen] = []
         self.done: Counter[str] = Counter()
+        self.wrong: list[str] = []
         self.excused: dict[str, list[tuple[float, float]]] = {}
         self.folder = tempfile.TemporaryDirectory(prefix="world-")
         self.disks = Disks(self.clock, self.network.rng, Path(self.folder.name))
@@ -325,6 +332,10 @@ class World:
 
     def _patches(self) -> dict[tuple[Any, str], Any]:
         patches = threads.patches(self) | sockets.patches(self)
+        for name in ("FileStore", "BatchStore", "BatchRunner"):
+            # Their clock is an argument, whose default is the real one.
+            patches[batches, name] = partial(getattr(batches, name), clock=lambda: time.time())
+        patches |= {(module, "os"): self.disks for module in (batch_store, file_store)}
         return patches | {(kv_store, "Inbox"): patches[kv_store, "queue"].SimpleQueue, (slab, "os"): self.disks}
 
     def _end(self) -> None:
@@ -341,11 +352,13 @@ class World:
         for fault in self.story.faults:
             self.loop.call_at(begin + fault.at_s, self.apply, fault)
         clients = [self.loop.create_task(self._client(ask, begin)) for ask in self.story.asks]
+        clients += [self.loop.create_task(self._batch(ask, begin)) for ask in self.story.batches]
         last = max([fault.at_s + fault.seconds for fault in self.story.faults] + [ask.at_s for ask in self.story.asks])
         ended, pending = await asyncio.wait(clients, timeout=last + SETTLE_S)
         for task in ended:
             task.result()
-        found = [f"request {seen.ask.number} has not ended" for seen in self.seen if not seen.end]
+        found = [f"request {seen.ask.number} has not ended" for seen in self.seen if not seen.end] + self.wrong
+        found += ["a batch has not ended"] * sum(task in pending for task in clients[len(self.story.asks) :])
         for task in pending:
             task.cancel()
         await asyncio.sleep(15.0)
@@ -376,6 +389,14 @@ class World:
             await self.loop.create_task(
                 client.post(address, "/close_session", {"session_id": ask.session}), context=context
             )
+
+    async def _batch(self, ask: batch.BatchAsk, begin: float) -> None:
+        await asyncio.sleep(begin + ask.at_s - self.loop.time())
+        context = contextvars.copy_context()
+        context.run(current.set, Process(f"batches{ask.number}"))
+        found = await self.loop.create_task(batch.run(ask, (ask.engine, PORT)), context=context)
+        self.done["lines of batches"] += len(ask.lines)
+        self.wrong += [f"batch {ask.number}: {text}" for text in found]
 
     def _unexcused(self, begin: float) -> list[str]:
         """Answers that were lost although nothing happened that may lose one: only a fault of their own router may."""
@@ -508,8 +529,18 @@ def make_story(seed: int) -> Story:
         kinds = ("cut off", "wire bits", "wire bits", "kill", "stop", "power", "kill scheduler", "slow")
         faults = [replace(fault, target=harmed[0]) if fault.target == f"engine{spared}" else fault for fault in faults]
         faults += [Fault(at_s(), rng.choice(kinds), rng.choice(harmed), seconds_each()) for _ in range(4)]
+    asked: list[batch.BatchAsk] = []
+    rng = random.Random(f"{seed} batches")
+    if rng.random() < 0.3:
+        settings |= {"file_storage_path": "files"}
+        for number in range(rng.randint(1, 3)):
+            lines = [(rng.choice(shared)[: rng.randint(4, 300)], rng.choice((1, 4, 30, 80))) for _ in range(12)]
+            engine, at = rng.choice(harmed), rng.uniform(1, seconds)
+            asked.append(batch.BatchAsk(number, at, engine, lines, weights))
+            kind = rng.choice(("kill", "power", "drain", "kill scheduler", "disk full", "disk broken"))
+            faults.append(Fault(at + rng.uniform(0, 8), kind, engine, rng.uniform(0.2, 12)))
     faults.sort(key=lambda fault: fault.at_s)
-    return Story(seed, engines, routers, ranks, asks, faults, settings, foreign, disagg)
+    return Story(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, disagg)
 
 
 def run(story: Story) -> Outcome:

@@ -44,6 +44,9 @@ class Room(Protocol):
     def closing(self) -> bool:
         """Whether the server shuts down, so that no line shall be open."""
 
+    def adapt(self) -> None:
+        """Hold open lines back while others wait, or let them go on; called again and again while batches run."""
+
     async def free(self, open_lines: int) -> int:
         """How many further lines may start, with so many open."""
 
@@ -143,6 +146,8 @@ class BatchRunner:
             except OSError as error:
                 logger.error("batch %s cannot be ended; it is tried again: %s", running.batch.id, error)
                 running.end_s = running.retry_s = now + MAX_RETRY_S
+        if self._running:
+            self._room.adapt()
         await self._start_lines()
 
     async def _end_if_due(self, running: _Running, now: float) -> None:

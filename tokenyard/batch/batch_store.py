@@ -18,7 +18,7 @@ import msgspec
 import orjson
 
 from tokenyard.base import InvalidRequestError
-from tokenyard.batch.file_store import OUTPUT, Clock, FileStore, StoredFile, lines_of, write_whole
+from tokenyard.batch.file_store import OUTPUT, Clock, FileStore, StoredFile, lines_of, sync_folder, write_whole
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_OPEN_BATCHES = 100
@@ -310,6 +310,8 @@ class BatchStore:
                 while data:
                     data = data[file.write(data) :]
                 os.fsync(file.fileno())
+                if not begin:
+                    sync_folder(self._folder)
             except OSError:
                 # Half a line would hide all that come after it.
                 file.truncate(begin)

@@ -65,13 +65,23 @@ class StorageFullError(InvalidRequestError):
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash it is either whole or not there."""
+    """Write a file so that after a crash it is either whole or not there, and there once this returns."""
     scratch = path.with_name(f".{path.name}.part")
     with scratch.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder survive a loss of power. Raises OSError."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def lock_folder(folder: Path, flag: str) -> int:

@@ -265,8 +265,10 @@ class DisaggExchange(Exchange):
         assert self.target is not None
         retryable = self._is_retryable(status)
         if retryable and self.target.worker.computes_alone and not self.partner.worker.by_params:
-            self.alone = True
-            self._restart_prefill("the prefill worker is too busy")
+            # Once for a request, so that it takes nothing from the budget of retries.
+            self.alone, self._head = True, None
+            self._drop_upstream()
+            self._router.retry(self)
         elif retryable:
             self.prefill_failed(f"the prefill worker answered {status}")
         elif not self._started:

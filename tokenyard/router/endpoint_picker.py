@@ -95,7 +95,7 @@ class PickedRequest(OpenRequest):
         self._tail = (self._tail + piece)[-TAIL_BYTES:]
         if last and not self.over:
             self._outcome = "done"
-            if self.target is not None:
+            if self.target is not None and self.status is not None:
                 self._router.completed(self.target, self.status)
             if self.status == 200 and self.sent is not None:
                 self._usage = prompt, cached, _ = usage_at_end(self._tail)

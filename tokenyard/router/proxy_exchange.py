@@ -176,7 +176,11 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
             else:
                 self._lost("the worker does not continue the stream")
             return None
-        if self._is_retryable(head.status) and router.machine.may_retry(self):
+        if head.status == ID_IN_USE and self.tries > 1:
+            router.refused(target, head.status)
+            self._retry_elsewhere("the worker still has an earlier try")
+            return None
+        if head.status in RETRYABLE and router.machine.may_retry(self):
             router.refused(target, head.status)
             self._drop_upstream()
             router.retry(self)

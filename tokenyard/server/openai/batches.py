@@ -166,7 +166,6 @@ class SpareRoom:
 
     async def free(self, open_lines: int) -> int:
         """How many lines may start; see batch.Room."""
-        self._adapt()
         if self._waiting or self._held or self._state.phase != "ready":
             return 0
         snapshot = await self._state.control.snapshot(1.0)
@@ -191,8 +190,8 @@ class SpareRoom:
         before = self._tokens_of_line or tokens
         self._tokens_of_line = before + SMOOTHING * (tokens - before)
 
-    def _adapt(self) -> None:
-        """Hold more lines back, or let them go on."""
+    def adapt(self) -> None:
+        """Hold more lines back, or let them go on; see batch.Room."""
         if not self._waiting:
             if self._held:
                 self._control.hold(sorted(self._held), held=False)
