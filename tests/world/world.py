@@ -24,6 +24,7 @@ from tests.world.loop import WorldLoop, current
 from tests.world.network import FakeSocket, Network, Process
 from tests.world.sockets import Sockets
 from tokenyard.batch import batch_store, file_store
+from tokenyard.batch.batch_api import BatchApi
 from tokenyard.engine.scheduler_process.attachments import kv_store
 from tokenyard.kv_store import slab
 from tokenyard.router import process as router_process
@@ -332,9 +333,8 @@ class World:
 
     def _patches(self) -> dict[tuple[Any, str], Any]:
         patches = threads.patches(self) | sockets.patches(self)
-        for name in ("FileStore", "BatchStore", "BatchRunner"):
-            # Their clock is an argument, whose default is the real one.
-            patches[batches, name] = partial(getattr(batches, name), clock=lambda: time.time())
+        # Its clock is an argument, whose default is the real one.
+        patches[batches, "BatchApi"] = partial(BatchApi, clock=lambda: time.time())
         patches |= {(module, "os"): self.disks for module in (batch_store, file_store)}
         return patches | {(kv_store, "Inbox"): patches[kv_store, "queue"].SimpleQueue, (slab, "os"): self.disks}
 
