@@ -302,7 +302,7 @@ class Engine:
             state = core.snapshot(self.world.clock.now_ns)
             if state.used_tokens or state.held_tokens or core.has_work:
                 found.append(f"{scheduler.process.name} holds {state.used_tokens} KV tokens, has work: {core.has_work}")
-            found += self._left_elsewhere(scheduler.process.name, scheduler.loop)
+            found += self._left_elsewhere(scheduler.process)
             if self.manager is not None and weight_version(core.weights) != self.manager.weights.version:
                 wanted = self.manager.weights.version
                 found.append(f"{scheduler.process.name} has weights {core.weights!r} in place of {wanted!r}")
@@ -310,13 +310,12 @@ class Engine:
             found.append(f"{self.name} has {self.server.state.open_requests} open requests")
         return found
 
-    def _left_elsewhere(self, name: str, loop: SchedulerLoop) -> list[str]:
+    def _left_elsewhere(self, process: Process) -> list[str]:
         """What is still held for other engines, or by them."""
-        found = []
-        for describe in loop._driver._hooks.describe:
-            for counters in describe(self.world.clock.now_ns).get("transfer", {}).values():
-                self.world.done["prompts from other engines"] += counters.get("transferred", 0)
-                for what in ("open", "computing_for_others", "held_for_others"):
-                    if counters[what]:
-                        found.append(f"{name} has {counters[what]} keys {what}")
-        return found
+        connector = self.world.connectors.get(process)
+        if connector is None:
+            return []
+        (counters,) = connector.describe(self.world.clock.now_ns)["transfer"].values()
+        self.world.done["prompts from other engines"] += counters.get("transferred", 0)
+        held = ((what, counters[what]) for what in ("open", "computing_for_others", "held_for_others"))
+        return [f"{process.name} has {count} keys {what}" for what, count in held if count]

@@ -25,7 +25,9 @@ from tests.world.network import FakeSocket, Network, Process
 from tests.world.sockets import Sockets
 from tokenyard.batch import batch_store, file_store
 from tokenyard.batch.batch_api import BatchApi
+from tokenyard.engine.scheduler_process import scheduler_loop
 from tokenyard.engine.scheduler_process.attachments import kv_store
+from tokenyard.engine.scheduler_process.attachments.disagg import DisaggConnector, open_disagg_connector
 from tokenyard.kv_store import slab
 from tokenyard.router import process as router_process
 from tokenyard.router.proxy import Router
@@ -175,6 +177,8 @@ class World:
         self.folder = tempfile.TemporaryDirectory(prefix="world-")
         self.disks = Disks(self.clock, self.network.rng, Path(self.folder.name))
         self.sockets = Sockets(self)
+        self.connectors: dict[Process, DisaggConnector | None] = {}
+        """What moves KV between engines, by scheduler."""
         self.engines = [
             Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings_of(i)) for i in range(story.engines)
         ]
@@ -335,8 +339,15 @@ class World:
         patches = threads.patches(self) | sockets.patches(self)
         # Its clock is an argument, whose default is the real one.
         patches[batches, "BatchApi"] = partial(BatchApi, clock=lambda: time.time())
+        patches[scheduler_loop, "open_disagg_connector"] = self._open_connector
         patches |= {(module, "os"): self.disks for module in (batch_store, file_store)}
         return patches | {(kv_store, "Inbox"): patches[kv_store, "queue"].SimpleQueue, (slab, "os"): self.disks}
+
+    def _open_connector(self, *given: Any) -> DisaggConnector | None:
+        process = current.get()
+        assert process is not None
+        connector = self.connectors[process] = open_disagg_connector(*given)
+        return connector
 
     def _end(self) -> None:
         for host in self.hosts():
