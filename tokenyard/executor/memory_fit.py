@@ -78,8 +78,8 @@ def weight_bytes(folder: Path, itemsize: int, *, native: bool, quantization: str
     """Return the bytes of a folder's weights once they are loaded, 0 where it has no file that can be read.
 
     itemsize: of a number in the model's dtype. native: whether native steps compute it, so that packed matrices stay
-    packed. quantization: as `--quantization`. tied: whether the embedding is the head too, of which native steps have a
-    copy.
+    packed. quantization: as `--quantization`. tied: whether the embedding is the head too. Native steps have one
+    matrix for both where both are numbers, and else a head of its own.
     """
     total = 0.0
     for tensor in stored_tensors(folder):
@@ -87,7 +87,7 @@ def weight_bytes(folder: Path, itemsize: int, *, native: bool, quantization: str
         if tensor.name.endswith(EMBEDDINGS) and native:
             # The embedding of a GGUF file is mapped, and takes memory only as long as there is some to spare.
             own = 0.0 if tensor.packed else float(tensor.numbers * itemsize)
-            size = own + (size if tied else 0.0)
+            size = own + (size if tied and size != own else 0.0)
         total += size
     return int(total)
 

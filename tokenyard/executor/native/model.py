@@ -186,7 +186,9 @@ class NativeDecoder:
         yield _Linear(0, HEAD, -1, {head: config.vocab_size}, hidden, bias=False)
 
     def _load_linears(self, weights: Weights) -> int:
-        """Lay out the weights of all products; returns their bytes. Raises ConfigError; see NativeDecoder."""
+        """Lay out the weights of all products, and take the embedding unless the head's weights are the same numbers;
+        returns the bytes of the products. Raises ConfigError; see NativeDecoder.
+        """
         functions = self.engine.functions
         products = self._divided(weights)
         for one, parts in products:
@@ -206,7 +208,9 @@ class NativeDecoder:
         for one, parts in products:
             for number, part in enumerate(parts):
                 self._load_part(weights, one, number, part)
-        self._embedding = self._load_embedding(weights, None if reserved is None else reserved[1])
+        head_is_stored = self._unpacked == STORED and not any(part.packed for part in products[-1][1])
+        if not (self.config.tied_embeddings and head_is_stored):
+            self._embedding = self._load_embedding(weights, None if reserved is None else reserved[1])
         return nbytes
 
     def _reserve(

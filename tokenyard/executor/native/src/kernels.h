@@ -202,6 +202,7 @@ struct TypedKernels {
     void (*add_norm)(const float *found, const float *weight, float *x, int64_t rows, int64_t size, float eps);
     // x[rows, size] = table[ids[row]] * scale
     void (*embed)(const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size);
+    void (*embed_panels)(const void *panels, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size);
     // Rows first .. last - 1 of each.
     void (*route)(const Routing &job, int64_t first, int64_t last);
     void (*mix)(const Mixing &job, int64_t first, int64_t last);

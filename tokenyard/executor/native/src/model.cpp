@@ -118,19 +118,23 @@ bool Model::step(const ty_step &step) {
     reserve(step);
     adapted_.set(step.adapters, step.tokens);
     Awake awake(pool_);
-    timed(EMBED, [&] {
-        if (config_.embedding_format == TY_STORED)
-            kernels_.embed(embedding_, step.token_ids, config_.embedding_scale, x_, step.tokens, config_.hidden);
-        else
-            unpack_rows(config_.embedding_format, embedding_, step.token_ids, config_.embedding_scale, x_,
-                        step.tokens, config_.hidden);
-    });
+    timed(EMBED, [&] { embed(step.token_ids, step.tokens); });
     timed(PREPARE, [&] { prepare(step); });
     for (int i = 0; i < config_.layers; i++)
         run_layer(i, step);
     if (step.logit_count)
         logits(step.logit_tokens, step.logit_count, step.logits);
     return true;
+}
+
+void Model::embed(const int64_t *ids, int64_t tokens) {
+    const float scale = config_.embedding_scale;
+    if (!embedding_)
+        kernels_.embed_panels(head_.parts[0].panels, ids, scale, x_, tokens, config_.hidden);
+    else if (config_.embedding_format == TY_STORED)
+        kernels_.embed(embedding_, ids, scale, x_, tokens, config_.hidden);
+    else
+        unpack_rows(config_.embedding_format, embedding_, ids, scale, x_, tokens, config_.hidden);
 }
 
 // Get the working space of a step.

@@ -23,6 +23,7 @@ class Model {
     // Keep them in so many bytes of memory that outlive the model; null for memory of its own.
     void place(void *memory);
     void set_linear(int layer, int which, int expert, int part, const void *weights, const float *bias);
+    // Without it the head's weights, which are stored then, are the embedding.
     void set_embedding(const void *table) { embedding_ = table; }
     void set_vector(int layer, int which, const float *numbers);
     // Room for so many adapters of ranks up to `rank`; called once. Returns the bytes that each takes.
@@ -65,6 +66,7 @@ class Model {
     void normalise(const float *x, const float *weight, void *out, int64_t rows);
     void logits(const int64_t *tokens, int64_t count, float *out);
     void reserve(const ty_step &step);
+    void embed(const int64_t *ids, int64_t tokens);
     void prepare(const ty_step &step);
     Plane plane_of(const Layer &layer, int index, const ty_step &step) const;
     void run_layer(int index, const ty_step &step);
