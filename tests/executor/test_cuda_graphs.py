@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.executor.driver import GREEDY
 from tests.executor.tiny_models import greedy, prompt_of
-from tokenyard.base import ConfigError
+from tokenyard.base import ConfigError, SamplingParams
 from tokenyard.executor.cuda_devices import choose_device
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes, why_not
 from tokenyard.executor.model_loader import read_folder_config
+from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
+from tokenyard.executor.sampling.top_k_top_p import likeliest
 
 CPU = torch.device("cpu")
 
@@ -62,24 +65,28 @@ class Player:
 
 @pytest.fixture
 def recorded(folder, make_driver):
-    """Make a driver whose decode steps of up to `largest` rows are recorded, and what plays them."""
+    """Make a driver whose decode steps of up to `largest` rows are recorded, and what plays them. plans: whether they
+    begin with a plan and end with tokens.
+    """
 
-    def make(case, largest, page_size):
+    def make(case, largest, page_size, *, plans=False):
         driver = make_driver(case, page_size=page_size)
         executor, player = driver.executor, Player()
         model = executor.model
         model.attention = TableAttention(executor.kv_pool, executor.pages, model.attention_spec)
         config = read_folder_config(Path(folder(case)))
         with torch.inference_mode():
-            executor.model = CudaGraphRunner(model, config, largest, CPU, player)
+            inputs = PlanInputs(executor.pages, executor.future, likeliest, prepare_by_torch) if plans else None
+            executor.model = CudaGraphRunner(model, config, largest, CPU, player, plans=inputs)
         return driver, player
 
     return make
 
 
+@pytest.mark.parametrize("plans", [False, True])
 @pytest.mark.parametrize(("case", "page_size"), [("llama", 1), ("qwen3-layers", 4)])
-def test_recorded_steps_answer_as_transformers_do(recorded, case, page_size):
-    driver, player = recorded(case, 4, page_size)
+def test_recorded_steps_answer_as_transformers_do(recorded, case, page_size, plans):
+    driver, player = recorded(case, 4, page_size, plans=plans)
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 21, 30, 9)]
     rows = [driver.start(prompt) for prompt in prompts]
     driver.step(*[(row, None) for row in rows])
@@ -93,8 +100,52 @@ def test_recorded_steps_answer_as_transformers_do(recorded, case, page_size):
         assert row.output == greedy(case, prompt, len(row.output))
 
 
-def test_filled_up_rows_touch_nothing_but_page_0(recorded):
-    driver, player = recorded("llama", 4, 4)
+KINDS = {
+    "greedy": GREEDY,
+    "random": SamplingParams(temperature=1.0, seed=3),
+    "penalised": SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5),
+    "edited": SamplingParams(temperature=0.0, logit_bias={5: 2.0}, min_new_tokens=30),
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("delay", [False, True])
+def test_steps_from_plan_to_tokens_sample_as_others_do(recorded, make_driver, page_size, delay):
+    """Rows of all kinds, alone and together, with two steps in flight: the tokens of a captured step are kept where all
+    of its rows are greedy, and else they are sampled, and the next step reads those.
+    """
+    outputs = []
+    for driver in (recorded("llama", 4, page_size, plans=True)[0], make_driver("llama", page_size=page_size)):
+        rows = [driver.start(prompt_of(9, seed=seed), kind) for seed, kind in enumerate(KINDS.values())]
+        driver.step(*[(row, None) for row in rows])
+        for chosen in (rows, rows[:1], rows[1:2], rows[:1], rows[2:], rows):
+            flying = [driver.launch(*[(row, 1) for row in chosen], delay=delay)]
+            if delay:
+                driver.executor.sample(flying[0][2])
+            flying.append(driver.launch(*[(row, 1) for row in chosen]))
+            for launched in flying:
+                driver.collect(launched)
+        outputs.append([row.output for row in rows])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_row_that_fills_up_a_step_takes_no_other_rows_token(recorded):
+    driver, player = recorded("llama", 4, 1, plans=True)
+    rows = [driver.start(prompt_of(5, seed=seed)) for seed in range(8)]
+    driver.step(*[(row, None) for row in rows])
+    before = driver.executor.future.last_tokens.clone()
+    driver.step(*[(row, 1) for row in rows[:3]])
+    assert player.played == [0]
+    own = [row.row for row in rows[:3]]
+    after = driver.executor.future.last_tokens
+    assert after[own].tolist() == [row.known[-1] for row in rows[:3]]
+    others = [row.row for row in rows[3:]]
+    assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_filled_up_rows_touch_nothing_but_page_0(recorded, plans):
+    driver, player = recorded("llama", 4, 4, plans=plans)
     pool = driver.executor.kv_pool.tensor
     rows = [driver.start(prompt_of(5, seed=seed)) for seed in range(4)]
     driver.step(*[(row, None) for row in rows])

@@ -15,6 +15,8 @@ from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.forward_batch import to_device
 from tokenyard.executor.lora_manager import LoraManager, TorchLoraPool
 from tokenyard.executor.model_loader import read_folder_config
+from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
+from tokenyard.executor.sampling.top_k_top_p import likeliest
 
 KINDS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -83,7 +85,8 @@ def test_kernels_that_choose_tokens_are_not_waited_for(driver):
         driver.launch(*[(row, 1) for row in rows])
 
 
-def test_a_recorded_step_waits_for_nothing(folder, monkeypatch):
+@pytest.mark.parametrize("plans", [False, True])
+def test_a_recorded_step_waits_for_nothing(folder, monkeypatch, plans):
     config = read_folder_config(Path(folder("llama")))
     driver, played = pretend_driver(monkeypatch, config, 4), []
     executor = driver.executor
@@ -94,7 +97,8 @@ def test_a_recorded_step_waits_for_nothing(folder, monkeypatch):
         return lambda: played.append(work())
 
     with torch.inference_mode():
-        executor.model = CudaGraphRunner(executor.model, config, 4, GPU, record)
+        inputs = PlanInputs(executor.pages, executor.future, likeliest, prepare_by_torch) if plans else None
+        executor.model = CudaGraphRunner(executor.model, config, 4, GPU, record, plans=inputs)
     rows = [driver.start(prompt_of(20, seed=5), sampling) for sampling in KINDS.values()][:3]
     for row in rows:
         # As if their prompts were computed: all rows decode.
@@ -103,6 +107,29 @@ def test_a_recorded_step_waits_for_nothing(folder, monkeypatch):
         driver.launch(*[(row, 1) for row in rows])
         driver.launch(*[(row, 1) for row in rows])
     assert len(played) == 2
+
+
+def test_a_recorded_greedy_step_is_one_upload(folder, monkeypatch):
+    """With the writes of its pages, from the plan to the tokens on their way to the host."""
+    config = read_folder_config(Path(folder("llama")))
+    driver = pretend_driver(monkeypatch, config, 4)
+    executor, uploads = driver.executor, []
+    executor.model.attention = TableAttention(executor.kv_pool, executor.pages, executor.model.attention_spec)
+    with torch.inference_mode():
+        inputs = PlanInputs(executor.pages, executor.future, likeliest, prepare_by_torch)
+        executor.model = CudaGraphRunner(
+            executor.model, config, 4, GPU, lambda work: work() or (lambda: None), plans=inputs
+        )
+    rows = [driver.start(prompt_of(20, seed=seed)) for seed in range(3)]
+    for row in rows:
+        row.planned = row.total - 1
+    pin = torch.Tensor.pin_memory
+    with Watch():
+        driver.launch(*[(row, 1) for row in rows])
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: uploads.append(host) or pin(host))
+        _, _, ticket = driver.launch(*[(row, 1) for row in rows])
+    assert len(uploads) == 1
+    assert ticket.tokens.shape == (3,)
 
 
 def test_adapters_are_not_waited_for(folder, monkeypatch, tmp_path):

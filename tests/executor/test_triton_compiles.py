@@ -20,8 +20,12 @@ from tokenyard.executor.attention.triton.backend import FEW_QUERIES, FEW_SPLITS 
 from tokenyard.executor.attention.triton.fp8_kernels import quantize_rows  # noqa: E402
 from tokenyard.executor.attention.triton.lora_kernels import add_lora, output_tiles  # noqa: E402
 from tokenyard.executor.attention.triton.packed_kv import store_packed  # noqa: E402
+from tokenyard.executor.attention.triton.plan_kernel import prepare_by_triton  # noqa: E402
 from tokenyard.executor.attention.triton.sampling_kernels import TritonSamplingBackend  # noqa: E402
+from tokenyard.executor.forward_batch import PageTable  # noqa: E402
+from tokenyard.executor.future_map import FutureMap  # noqa: E402
 from tokenyard.executor.kv_pool import KV_BYTES, SCALE_BYTES  # noqa: E402
+from tokenyard.executor.plan_inputs import UploadedPlan  # noqa: E402
 from tokenyard.executor.sampling.sampling_batch import SamplingRows  # noqa: E402
 from tokenyard.executor.sampling.top_k_top_p import SamplingInputs  # noqa: E402
 
@@ -144,5 +148,10 @@ def test_the_other_kernels_fit_devices(capability, dtype):
         a, b = torch.zeros(2, 3, 16, 4096, dtype=dtype), torch.zeros(2, 16, 6144, dtype=dtype)
         out, tiles = torch.zeros(6, 6144, dtype=dtype), output_tiles((4096, 1024, 1024), torch.device("cpu"))
         add_lora(out, x, a, b, torch.zeros(6, dtype=torch.int64), tiles)
+        # Of any number of rows and writes the same binary.
+        pages, future = PageTable(8, 64, 16, torch.device("cpu")), FutureMap(8, torch.device("cpu"))
+        for count, writes in ((1, 0), (6, 1), (16, 32)):
+            plan = UploadedPlan(torch.zeros(3 * count + 3 * writes, dtype=torch.int64), count, writes)
+            prepare_by_triton(plan, torch.zeros(5, 64, dtype=torch.int64)[:, :count], pages, future)
     check(launches.binaries, capability)
-    assert len(launches.binaries) == 11
+    assert len(launches.binaries) == 12

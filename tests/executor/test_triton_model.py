@@ -12,8 +12,10 @@ from tests.executor.triton_available import need_triton
 
 need_triton()
 
+from tokenyard.executor.attention.triton.plan_kernel import prepare_by_triton  # noqa: E402
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner  # noqa: E402
 from tokenyard.executor.model_loader import read_folder_config  # noqa: E402
+from tokenyard.executor.plan_inputs import PlanInputs  # noqa: E402
 
 TRITON = {"model_impl": "torch", "attention_backend": "triton"}
 
@@ -60,7 +62,10 @@ def test_recorded_decodes_ask_the_host_for_nothing(make_driver, folder):
     driver = make_driver("qwen3-layers", page_size=4, **TRITON)
     executor, config = driver.executor, read_folder_config(Path(folder("qwen3-layers")))
     with torch.inference_mode():
-        executor.model = CudaGraphRunner(executor.model, config, 4, torch.device(DEVICE), lambda work: work)
+        inputs = PlanInputs(executor.pages, executor.future, executor.sampler.likeliest, prepare_by_triton)
+        executor.model = CudaGraphRunner(
+            executor.model, config, 4, torch.device(DEVICE), lambda work: work() or work, plans=inputs
+        )
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 21)]
     rows = [driver.start(prompt) for prompt in prompts]
     driver.step(*[(row, None) for row in rows])

@@ -16,6 +16,7 @@ from tokenyard.executor.attention.triton.available import interpreted
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.formats.converted import WeightsMemory
 from tokenyard.executor.forward_batch import PageTable
+from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.kv_pool import KV_BYTES, SCALE_BYTES, KvPool
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig
@@ -27,7 +28,8 @@ from tokenyard.executor.native.model import NativeDecoder, NativeModel
 from tokenyard.executor.native.moe import NativeMoe
 from tokenyard.executor.native.runtime import MAX_HEAD_DIM, NativeRuntime, choose_threads, why_not
 from tokenyard.executor.native.sampling import NativeSamplingBackend
-from tokenyard.executor.sampling.top_k_top_p import SamplingBackend
+from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
+from tokenyard.executor.sampling.top_k_top_p import SamplingBackend, likeliest
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -300,3 +302,14 @@ def make_sampling_backend(choice: BackendChoice, config: ModelConfig) -> Samplin
 
         return TritonSamplingBackend()
     return NativeSamplingBackend(choice.engine, config.vocab_size) if choice.engine is not None else None
+
+
+def plan_inputs(
+    choice: BackendChoice, pages: PageTable, future: FutureMap, sampling_backend: SamplingBackend | None
+) -> PlanInputs:
+    """Return how captured steps begin and end by the chosen kernels. sampling_backend: see make_sampling_backend."""
+    if choice.triton and sampling_backend is not None:
+        from tokenyard.executor.attention.triton.plan_kernel import prepare_by_triton
+
+        return PlanInputs(pages, future, sampling_backend.likeliest, prepare_by_triton)
+    return PlanInputs(pages, future, likeliest, prepare_by_torch)

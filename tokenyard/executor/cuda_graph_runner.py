@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenyard.base import ConfigError
+from tokenyard.base import ConfigError, StepPlan
 from tokenyard.executor.attention.backend import PlansCapturedSteps
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.grouped_experts import why_not as why_not_grouped
 from tokenyard.executor.lora_manager import TorchLoraPool
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.model_backend import TorchModel
+from tokenyard.executor.plan_inputs import PlanInputs
+from tokenyard.executor.sampling.top_k_top_p import mark_nan
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +57,21 @@ class CudaGraphRunner:
         device: torch.device,
         record: GraphCapturer,
         adapters: TorchLoraPool | None = None,
+        plans: PlanInputs | None = None,
     ) -> None:
-        """Capture steps of up to `largest` rows. adapters: the slots of the model's products.
+        """Capture steps of up to `largest` rows. adapters: the slots of the model's products. plans: given for steps
+        that begin with a plan and end with the likeliest tokens (`decode`).
 
         Raises ConfigError if memory runs out.
         """
-        self._model, self._adapters = model, adapters
+        self._model, self._adapters, self.plans = model, adapters, plans
         self._planner = model.attention if isinstance(model.attention, PlansCapturedSteps) else None
         self._sizes = capture_batch_sizes(largest)
-        self._columns = torch.zeros(4, largest, dtype=torch.int64, device=device)
+        # Token ids, positions, slots, pool rows, and the rows of the FutureMap that tokens are stored to.
+        self._columns = torch.zeros(5, largest, dtype=torch.int64, device=device)
+        if plans is not None:
+            self._columns[4] = plans.future.padding_row
+        self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
         self._numbers = torch.arange(largest, device=device)
         self._logits = torch.zeros(largest, config.vocab_size, device=device)
         self._hidden = torch.empty(0)
@@ -93,15 +101,36 @@ class CudaGraphRunner:
         if not size:
             return self._model.step(batch)
         rows = len(batch.counts)
-        inputs = [batch.token_ids, batch.positions, batch.slots, batch.pool_rows]
+        inputs = [batch.token_ids, batch.positions, batch.slots, batch.pool_rows, batch.pool_rows]
         torch._foreach_copy_(list(self._columns[:, :rows].unbind()), inputs)
         if self._planner is not None:
             self._planner.plan_captured(batch, size)
         # Inputs left over from a larger batch would write to slots that other rows own now.
-        self._columns[:, rows:size].zero_()
+        self._columns[:4, rows:size].zero_()
+        if self.plans is not None:
+            self._columns[4, rows:size].fill_(self.plans.future.padding_row)
+        self._play(rows, size)
+        return self._logits[:rows]
+
+    def decode(self, plan: StepPlan, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply a plan's page writes and compute it by the captured step of `size`, which `size_for_plan` returned.
+
+        Returns what `step` does, and int64[rows], the likeliest tokens as `mark_nan` marks them, which are in the
+        FutureMap. Both are valid until the next step.
+        """
+        assert self.plans is not None
+        rows, columns = len(plan.pool_rows), self._columns[:, :size]
+        self.plans.fill(plan, columns)
+        if self._planner is not None:
+            batch = self._batch(columns[:, :rows])
+            batch.starts = plan.starts.astype(np.int64)
+            self._planner.plan_captured(batch, size)
+        self._play(rows, size)
+        return self._logits[:rows], self._tokens[:rows]
+
+    def _play(self, rows: int, size: int) -> None:
         self._plays[size, self._adapters is not None and self._adapters.active]()
         self._model.states = self._hidden[:rows]
-        return self._logits[:rows]
 
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return logits of tokens of the last step; see ModelBackend."""
@@ -118,26 +147,42 @@ class CudaGraphRunner:
             return 0
         return next(size for size in self._sizes if size >= rows)
 
-    def _work(self, size: int) -> Callable[[], None]:
-        columns = self._columns[:, :size]
-        batch = ForwardBatch(
+    def size_for_plan(self, plan: StepPlan) -> int:
+        """Return the captured size for `decode`; 0 if the plan does not decode in all rows, or too many."""
+        rows = len(plan.pool_rows)
+        alike = self.plans is not None and plan.decode_rows == rows and plan.samples.sum() == rows
+        if not alike or not 0 < rows <= self._sizes[-1]:
+            return 0
+        return next(size for size in self._sizes if size >= rows)
+
+    def _batch(self, columns: torch.Tensor) -> ForwardBatch:
+        """A batch of decodes with these columns."""
+        size = columns.shape[1]
+        return ForwardBatch(
             *(columns[0], columns[1], columns[2], columns[3], self._numbers[:size]),
             starts=np.zeros(size, dtype=np.int64),
             counts=np.ones(size, dtype=np.int64),
             decode_rows=size,
-            captured=size,
         )
+
+    def _work(self, size: int) -> Callable[[], None]:
+        columns, logits = self._columns[:, :size], self._logits[:size]
+        batch = self._batch(columns)
+        batch.captured = size
         if self._planner is not None:
             self._planner.plan_captured(batch, size)
 
         def work() -> None:
-            logits = self._model.step(batch)
-            if not len(self._hidden):
-                rows = len(self._numbers)
-                self._hidden = logits.new_zeros(rows, self._model.states.shape[1], dtype=self._model.states.dtype)
+            states = self._model.layers(batch)
             # All sizes write their results to the same memory, so that no graph keeps its own copy.
-            self._logits[:size].copy_(logits)
-            self._hidden[:size].copy_(self._model.states)
+            self._model.decoder.logits(states, logits)
+            if not len(self._hidden):
+                self._hidden = states.new_zeros(len(self._numbers), states.shape[1])
+            self._hidden[:size].copy_(states)
+            if self.plans is not None:
+                tokens = self.plans.likeliest(logits)
+                self.plans.future.store(columns[4], tokens)
+                self._tokens[:size].copy_(mark_nan(logits, tokens))
 
         return work
 
@@ -192,7 +237,8 @@ def capture_graphs(
     config: ModelConfig,
     sizes: Sequence[int],
     device: torch.device,
-    adapters: TorchLoraPool | None = None,
+    adapters: TorchLoraPool | None,
+    plans: PlanInputs,
 ) -> CudaGraphRunner:
     """Capture a model's decode steps for batches up to the smallest of `sizes`. Raises ConfigError without memory."""
-    return CudaGraphRunner(model, config, min(sizes), device, CudaGraphCapturer(device), adapters)
+    return CudaGraphRunner(model, config, min(sizes), device, CudaGraphCapturer(device), adapters, plans)

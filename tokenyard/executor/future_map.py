@@ -10,18 +10,21 @@ class FutureMap:
     """The last token of each pool row, written by sampling and read where a plan has LAST_SAMPLED. SGLang's FutureMap.
 
     Steps run in order on one stream, so step N + 1 reads what step N wrote without a trip to the host.
+
+    last_tokens: int64[max_pool_rows + 1]; the last one belongs to rows that fill up a captured step (`padding_row`).
     """
 
     def __init__(self, max_pool_rows: int, device: torch.device) -> None:
-        self._last_token = torch.zeros(max_pool_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_pool_rows + 1, dtype=torch.int64, device=device)
+        self.padding_row = max_pool_rows
 
     def resolve(self, tokens: torch.Tensor, pool_rows: torch.Tensor) -> torch.Tensor:
         """Return int64[tokens] with each LAST_SAMPLED replaced by its row's last token; pool_rows: int64[tokens]."""
-        return torch.where(tokens < 0, self._last_token[pool_rows], tokens)
+        return torch.where(tokens < 0, self.last_tokens[pool_rows], tokens)
 
     def store(self, pool_rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Store the sampled int64[n] tokens of int64[n] rows."""
-        self._last_token[pool_rows] = tokens
+        self.last_tokens[pool_rows] = tokens
 
 
 class DelayedSamplingRows:

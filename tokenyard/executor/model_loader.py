@@ -19,6 +19,7 @@ from tokenyard.executor.backend_choice import (
     load_layers,
     make_model,
     make_sampling_backend,
+    plan_inputs,
 )
 from tokenyard.executor.cuda_devices import choose_device, prepare_cuda
 from tokenyard.executor.cuda_graph_runner import DEFAULT_MAX_CAPTURE_BS, capture_batch_sizes, capture_graphs
@@ -37,6 +38,7 @@ from tokenyard.executor.formats.converted import (
 from tokenyard.executor.formats.on_load import QuantizedOnLoad
 from tokenyard.executor.formats.unpacked import UnpackedMatrices
 from tokenyard.executor.forward_batch import PageTable
+from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
 from tokenyard.executor.hf_hub import resolve_model_path
@@ -65,6 +67,7 @@ from tokenyard.executor.mtp_drafter import MtpDrafter
 from tokenyard.executor.native.build import library_name
 from tokenyard.executor.native.lora import NativeLoraPool
 from tokenyard.executor.native.model import NativeDecoder
+from tokenyard.executor.plan_inputs import PlanInputs
 from tokenyard.executor.runner import ModelExecutor
 from tokenyard.executor.state_pool import PagedCheckpoints, StatePool, state_bytes
 from tokenyard.executor.warm_up import CHUNKS, warm_up
@@ -228,8 +231,10 @@ def load_executor(
     pool = _make_pool(config, info, target, choice.kv_dtype, pool_memory)
     pages = PageTable(given.max_pool_rows, length, given.page_size, target, windows=info.windows is not None)
     model = make_model(choice, layers, pool, pages)
+    sampling_backend = make_sampling_backend(choice, config)
+    inputs = plan_inputs(choice, pages, FutureMap(given.max_pool_rows, target), sampling_backend)
     if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
-        model = _recorded(model, config, choice, given, target, kind, adapters, divided=part is not None)
+        model = _recorded(model, config, choice, given, target, kind, adapters, inputs, divided=part is not None)
 
     def drafter(choose: Choose) -> Drafter:
         if drafts_from is not None and head is not None:
@@ -259,10 +264,9 @@ def load_executor(
         adapters = _make_adapters(layers, config, given, target, kind, own)
         model = make_model(own, layers, pool, pages)
         if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
-            model = _recorded(model, config, own, given, target, kind, adapters, divided=False)
+            model = _recorded(model, config, own, given, target, kind, adapters, inputs, divided=False)
         return LoadedModel(model, adapters)
 
-    sampling_backend = make_sampling_backend(choice, config)
     executor = make(
         *(model, pool, pages, info, target, drafter if given.draft_tokens else None, sampling_backend, adapters),
         _make_states(config, info, target, kind, pool),
@@ -478,6 +482,7 @@ def _recorded(
     device: torch.device,
     dtype: torch.dtype,
     adapters: LoraManager | None,
+    inputs: PlanInputs,
     *,
     divided: bool,
 ) -> ModelBackend:
@@ -491,7 +496,7 @@ def _recorded(
     slots = None if adapters is None else adapters.slots
     assert slots is None or isinstance(slots, TorchLoraPool)
     sizes = given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS
-    return capture_graphs(model, config, sizes, device, slots)
+    return capture_graphs(model, config, sizes, device, slots, inputs)
 
 
 def _load_draft_layers(

@@ -21,6 +21,7 @@ from tokenyard.base import (
     WeightGroup,
     WeightSource,
 )
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.cuda_streams import HostCopies, StepTimer
 from tokenyard.executor.drafter import Choose, Drafter, accepted_runs, drafts_to_verify
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
@@ -51,6 +52,7 @@ class Ticket:
     plan: the plan, with the ids of its drafts.
     clock: times the step and waits for its results.
     logits: the logits until they are sampled.
+    likeliest: int64[samples], the likeliest tokens, where a captured step chose and stored them; else None.
     tokens: int64[samples], copied to the host; None until the step is sampled.
     pieces: log-probabilities.
     vectors: pooled vectors of prompts, by place in the plan.
@@ -60,6 +62,7 @@ class Ticket:
     plan: StepPlan
     clock: StepTimer
     logits: torch.Tensor | None = None
+    likeliest: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     pieces: list[LogprobPiece] = field(default_factory=list)
     vectors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -96,7 +99,8 @@ class ModelExecutor:
         self.adapters = adapters
         self._states = states
         self.pages = pages
-        self._future = FutureMap(info.max_pool_rows, device)
+        plans = model.plans if isinstance(model, CudaGraphRunner) else None
+        self.future = FutureMap(info.max_pool_rows, device) if plans is None else plans.future
         self._unsampled = DelayedSamplingRows(info.max_pool_rows)
         self._grammars = GrammarCache(info.vocab_size, info.eos_token_ids)
         self.grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
@@ -132,12 +136,16 @@ class ModelExecutor:
         self._pooled.take(plan.row_starts)
         if self.adapters is not None:
             self.adapters.take(plan.row_starts)
-        self.pages.write(plan)
+        if not (size := self._captured_size(plan)):
+            self.pages.write(plan)
         if self.drafter is not None:
             self.drafter.take(plan)
             if plan.verify_rows:
                 plan = ticket.plan = replace(plan, tokens=self.drafter.fill_in(plan))
-        self._run(ticket)
+        if size:
+            self._decode(ticket, size)
+        else:
+            self._run(ticket)
         ticket.clock.stop()
         if not plan.delay_sampling:
             self.sample(ticket)
@@ -153,11 +161,15 @@ class ModelExecutor:
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)
         if logits is not None:
             kept = keep_output(plan, self.sampler.rows, logits)
-            tokens = self._choose(ticket, logits)
-            if kept is not None:
-                ticket.pieces.append(output_piece(kept, tokens))
-            tokens = mark_nan(logits, tokens)
-        ticket.logits = None
+            if ticket.likeliest is not None and kept is None and self._takes_likeliest(plan):
+                # A copy, as the next step writes to the same memory before these are on the host.
+                tokens = ticket.likeliest.clone()
+            else:
+                tokens = self._choose(ticket, logits)
+                if kept is not None:
+                    ticket.pieces.append(output_piece(kept, tokens))
+                tokens = mark_nan(logits, tokens)
+        ticket.logits = ticket.likeliest = None
         ticket.clock.stop()
         with self._copies.after_step():
             self._send(ticket, tokens)
@@ -274,7 +286,7 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        parts = ("kv_pool", "model", "pages", "_future", "sampler", "adapters", "drafter", "_states", "weight_updates")
+        parts = ("kv_pool", "model", "pages", "future", "sampler", "adapters", "drafter", "_states", "weight_updates")
         for name in parts:
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
@@ -302,9 +314,33 @@ class ModelExecutor:
         ticket.pieces = prompt_pieces(plan, self.sampler.rows, self.model.logits)
         ticket.vectors = self._pooled.vectors(plan, self.model.hidden)
 
+    def _captured_size(self, plan: StepPlan) -> int:
+        """The size of the captured step that computes a plan from its upload to its tokens; 0 if none does."""
+        if self.drafter is not None or not isinstance(self.model, CudaGraphRunner):
+            return 0
+        return self.model.size_for_plan(plan)
+
+    def _decode(self, ticket: Ticket, size: int) -> None:
+        """Compute a plan whose rows all decode by a captured step."""
+        plan = ticket.plan
+        assert isinstance(self.model, CudaGraphRunner)
+        if self.adapters is not None:
+            self.adapters.begin(plan)
+        ticket.logits, ticket.likeliest = self.model.decode(plan, size)
+        if plan.delay_sampling:
+            # Logits that are sampled later must survive the steps in between.
+            ticket.logits, ticket.likeliest = ticket.logits.clone(), None
+
+    def _takes_likeliest(self, plan: StepPlan) -> bool:
+        """Whether all rows take their likeliest token, without bias, penalty or grammar."""
+        grammars = self.grammar_rows.matchers
+        return self.sampler.is_greedy(plan.pool_rows) and not (
+            grammars and any(map(grammars.__contains__, plan.pool_rows.tolist()))
+        )
+
     def _inputs(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
         """The input tokens of a plan's batch, int64[tokens], those that only the device knows among them."""
-        return self._future.resolve(batch.token_ids, batch.pool_rows)
+        return self.future.resolve(batch.token_ids, batch.pool_rows)
 
     def _choose(self, ticket: Ticket, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each row of logits: int64[m]. A row's last one is what its next step may read."""
@@ -322,11 +358,11 @@ class ModelExecutor:
         else:
             tokens = self.sampler.sample(logits, pool_rows, positions, masks)
         if plan.decode_rows == len(samples):
-            self._future.store(upload((plan.pool_rows,), self._device)[0], tokens)
+            self.future.store(upload((plan.pool_rows,), self._device)[0], tokens)
             return tokens
         last = np.cumsum(samples)[samples > 0] - 1
         rows = upload((plan.pool_rows[samples > 0], last), self._device)
-        self._future.store(rows[0], tokens[rows[1]])
+        self.future.store(rows[0], tokens[rows[1]])
         return tokens
 
     @torch.inference_mode()
@@ -339,7 +375,7 @@ class ModelExecutor:
             rows = slice(plan.decode_rows, plan.chunks_from)
             last = np.cumsum(accepted)[rows] - 1
             columns = upload((plan.pool_rows[rows], tokens[last]), self._device)
-            self._future.store(columns[0], columns[1])
+            self.future.store(columns[0], columns[1])
 
     def _send(self, ticket: Ticket, tokens: torch.Tensor) -> None:
         """Start the copies of tokens, vectors and log-probabilities to the host."""

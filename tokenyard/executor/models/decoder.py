@@ -123,13 +123,14 @@ class Decoder:
         for layer in self._layers:
             layer.adapt(change)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn [rows, hidden] out of `forward` into float32[rows, vocabulary]."""
-        return self.logits_of_normed(self.normed(hidden))
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Turn [rows, hidden] out of `forward` into float32[rows, vocabulary], in `out` where it is given."""
+        return self.logits_of_normed(self.normed(hidden), out)
 
-    def logits_of_normed(self, normed: torch.Tensor) -> torch.Tensor:
+    def logits_of_normed(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The same of what `normed` returns."""
-        found = self._head(normed).float()
+        found = self._head(normed)
+        found = found.float() if out is None else out.copy_(found)
         if self.config.logit_scale != 1.0:
             found.mul_(self.config.logit_scale)
         cap = self.config.logit_softcap

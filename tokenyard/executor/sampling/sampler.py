@@ -67,6 +67,10 @@ class Sampler:
             self._penalties.count(pool_rows[penalised], tokens[upload((penalised,), self._device)[0]])
         return tokens
 
+    def is_greedy(self, pool_rows: Int32Array) -> bool:
+        """Whether rows (int32[n]) take their likeliest tokens as they are, without bias or penalty."""
+        return not self.rows.kinds[pool_rows].any()
+
     def guess(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array) -> torch.Tensor:
         """What rows would sample at positions by the logits of another model, int64[n]: with their own temperature and
         the noise of these positions, without penalties, bias and grammar. Nothing is counted.
