@@ -152,7 +152,7 @@ def request(number: int, rng: np.random.Generator, longest: int) -> Request:
     tokens=st.sampled_from([64, 96, 400]),
     mixed=st.booleans(),
 )
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 def test_many_steps_at_once_are_as_many_single_ones(seed, policy, others, page_size, tokens, mixed):
     rng = np.random.default_rng(seed)
     chosen = SchedulerSettings(

@@ -271,8 +271,7 @@ IN_FLOAT32 = ("--dtype", "float32")
     ("sampling", "flags"),
     [
         pytest.param(SAMPLED, IN_BFLOAT16, marks=needs_native),
-        pytest.param(SAMPLED, IN_FLOAT32, marks=pytest.mark.slow),
-        pytest.param({"temperature": 0}, IN_FLOAT32, marks=pytest.mark.slow),
+        ({"temperature": 0}, IN_FLOAT32),
     ],
 )
 def test_a_client_does_not_notice_that_its_engine_is_killed(sampling, flags):

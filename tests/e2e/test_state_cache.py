@@ -7,7 +7,7 @@ from tests.e2e.servers import Server
 from tests.executor.tiny_models import judge, logits, prompt_of
 
 CASE = "qwen3.5"
-TURNS, ANSWER_TOKENS, TURN_TOKENS, INTERVAL = 30, 12, 8, 8
+TURNS, ANSWER_TOKENS, TURN_TOKENS, INTERVAL = 18, 12, 8, 8
 POOL = ("--page-size", "4", "--max-running-requests", "4")
 POLICIES = {
     "one pool, divided by worth": ("--max-total-tokens", "500"),
@@ -26,7 +26,7 @@ def ask(url, prompt, tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_thirty_turns_hit_while_other_requests_evict(tmp_path, policy):
+def test_turns_hit_while_other_requests_evict(tmp_path, policy):
     judge(CASE).save_pretrained(tmp_path)
     flags = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--attention-backend", "gather")
     states = ("--mamba-track-interval", str(INTERVAL), "--skip-tokenizer-init")

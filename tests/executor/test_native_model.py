@@ -53,8 +53,11 @@ def last_logits(executor, prompt, chunk=None):
 
 @pytest.mark.part(16)
 @pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
-@pytest.mark.parametrize("case", ["llama", "llama-odd", "qwen2-window", "qwen3"])
-@pytest.mark.parametrize("chunk", [None, 1], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("case", "chunk"),
+    [("llama", 1), ("llama-odd", None), ("qwen2-window", 1), ("qwen3", None)],
+    ids=["llama-decode", "llama-odd-prefill", "qwen2-window-decode", "qwen3-prefill"],
+)
 def test_bfloat16_is_near_float64(folder, monkeypatch, case, level, chunk):
     monkeypatch.setattr(LIBRARY, "level", level)
     prompt = prompt_of(45, seed=3)

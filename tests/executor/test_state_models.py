@@ -40,8 +40,7 @@ def test_logits_do_not_depend_on_where_a_prompt_is_cut(folder, case, chunks):
 
 @pytest.mark.part(3)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("case", STATE_CASES)
+@pytest.mark.parametrize(("case", "depth"), [(case, 1 + place % 2) for place, case in enumerate(STATE_CASES)])
 def test_greedy_tokens_are_those_of_transformers(folder, case, backend, depth):
     """Chunked, cached, retracted, paused and several at a time, with a pool that evicts."""
     yard = yard_of(load(folder, case, attention_backend=backend), max_in_flight=depth)

@@ -59,7 +59,7 @@ def bound(patience: int) -> int:
     return patience + drain * (-(-ADAPTERS // SLOTS) + 1) + ANSWER
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     seed=st.integers(0, 10**6), patience=st.sampled_from([1, 4, 16]), policy=st.sampled_from(["fcfs", "routing-key"])
 )
@@ -73,7 +73,7 @@ def test_without_claims_some_requests_wait_longer_than_that():
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=st.integers(0, 10**6), slots=st.sampled_from([1, 2]), rows=st.sampled_from([2, 4]))
 def test_claims_of_requests_that_find_no_row_keep_no_urgent_request_waiting_beyond_the_bound(seed, slots, rows):
     adapters, draw = 4, np.random.default_rng(seed)

@@ -71,7 +71,7 @@ def test_no_body_breaks_the_server(path):
     app = create_app(ServerState(ServerOptions(model_name="fake"), FakeManager()))
     kind = HOT_ROUTES[path][1]
 
-    @settings(max_examples=examples(200), deadline=None)
+    @settings(max_examples=examples(80), deadline=None)
     @given(bodies(kind))
     def check(body):
         status, answer = asyncio.run(post(app, path, json.dumps(body, allow_nan=True).encode()))

@@ -10,7 +10,7 @@ from tests.scheduler.program_runs import ProgramRun
 from tests.scheduler.random_programs import Job, Program, make_program
 
 LEFT_OUT = ("schedule_conservativeness", "enable_hierarchical_cache", "hicache_write_policy")
-SEEDS = [*range(240 if ALL else 120), 136, 336]
+SEEDS = [*range(120 if ALL else 60), 136, 336]
 """In 136 the newcomer raises the peak of the rows that are left more than it raises that of all before a preemption. In
 336 a row starts on a prefix that a preempted one releases once its step has committed."""
 

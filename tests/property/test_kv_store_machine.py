@@ -279,4 +279,4 @@ TestAnyDriver.settings = settings(max_examples=60, stateful_step_count=40, deadl
 
 @pytest.mark.slow
 class TestAnyDriverForLonger(AnyDriver.TestCase):
-    settings = settings(max_examples=400, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=150, stateful_step_count=80, deadline=None)

@@ -12,7 +12,7 @@ from tests.scheduler.random_programs import Job, Program, make_program
 from tokenyard.policy.wrappers import NonPreemptive, Wrapper
 
 MAX_TOKENS = 200
-BLOCKS, SEEDS = (5, 200) if ALL else (1, 100)
+BLOCKS, SEEDS = (5, 100) if ALL else (1, 100)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

@@ -22,7 +22,7 @@ from tokenyard.base import KvAvailable, SchedulerSettings, TenantSettings
 from tokenyard.scheduler.row_state import RowState
 
 SEEDS = 80
-ENOUGH = 40 if ALL else 10
+ENOUGH = 15 if ALL else 10
 """So many times of a way are looked at."""
 PRIORITIES = {"enable_priority_scheduling": True}
 URGENCY = {

@@ -220,8 +220,8 @@ class Windowed:
             assert self.table.matchable[row] == self.memory.peek(ids.tobytes(), "") == hit
 
 
-@pytest.mark.part(12)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.part(6)
+@pytest.mark.parametrize("seed", range(6))
 def test_hits_follow_window_pages(seed):
     world = Windowed(seed)
     for _ in range(400):
