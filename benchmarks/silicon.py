@@ -3,7 +3,7 @@
     python benchmarks/silicon.py [--rows FILE] [--sample N] [--jobs N] [--json FILE]
     python benchmarks/silicon.py --closed-form   # the loop's steady state, without the scheduler
     python benchmarks/silicon.py --fit          # prints the efficiencies of tokenyard/sim/hardware/efficiencies.py
-    python benchmarks/silicon.py --closed-form --errors   # prints tokenyard/sim/hardware/measured_errors.py's table
+    python benchmarks/silicon.py --errors       # prints the table of tokenyard/sim/hardware/measured_errors.py, too
 
 Each row of the file is a run of some engine: a model, GPUs, lengths, a number of clients, and the mean TTFT and TPOT.
 As many clients send one request after the other through our scheduler with that engine's rules, in virtual time, with
@@ -12,8 +12,10 @@ percentile of the absolute relative error, and the median signed one (minus: pre
 
 What the rows do not say is taken from the public scripts of these runs (InferenceX): prompts and answers of 0.8 to 1.0
 of the nominal length, all clients at once, and the server's flags (`SCRIPTS`). Runs of other origin have the nominal
-lengths and the engine's defaults. A run has ten requests per client; three are simulated, and the first one of each
-client, which meets all others, counts a tenth.
+lengths and the engine's defaults. Their clients begin at once with SGLang, and spread over a request with vLLM: with
+equal lengths every prompt meets all others if clients begin together, which the fitted runs show of the one and not of
+the other. A run has ten requests per client; three are simulated, and the first one of each client, which meets all
+others, counts a tenth.
 
 `--fit` uses the configurations of which `held_out` is false; the table keeps both kinds apart. `calibrated` corrects
 the predictions of a deployment (model, types, GPU, engine, parallelism, flags) by what its fitted rows say
@@ -247,7 +249,9 @@ def workload_of(run: Run, profile: Profile, efficiency: Efficiency, seed: int = 
             gap_s = efficiency.request_ms / 1e3 + efficiency.request_us_per_token * prompt / 1e6
             gap_s += polls_every(run) * step_s * rng.uniform() if turn else 0.0
             turns.append(Turn(prompt, output, (turn - 1,) if turn else (), gap_s))
-        records.append(SessionRecord(f"client {client}", turns, 0.0))
+        spread = run.deployment.engine == "vllm" and not run.drawn_lengths
+        start_s = rng.uniform(0.0, step_s * run.output) if spread else 0.0
+        records.append(SessionRecord(f"client {client}", turns, start_s))
     return session_workload(SessionTrace(run.name, records, 1), SessionOptions())
 
 
@@ -450,10 +454,11 @@ def calibration(results: Sequence[Result]) -> dict[Deployment, Correction]:
     for result in results:
         if not result.run.held_out:
             grouped[result.run.deployment].append(result)
-    return {deployment: _correction(group) for deployment, group in grouped.items()}
+    return {deployment: correction_of(group) for deployment, group in grouped.items()}
 
 
-def _correction(group: Sequence[Result]) -> Correction:
+def correction_of(group: Sequence[Result]) -> Correction:
+    """The correction that the runs of one deployment show."""
     logs = np.array([_logs_of(r.run) for r in group])
     wrong = np.log([(r.run.ttft_ms / r.ttft_ms, r.run.tpot_ms / r.tpot_ms) for r in group])
     centre = logs.mean(axis=0)

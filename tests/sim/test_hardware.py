@@ -86,6 +86,12 @@ def test_latents_are_on_every_device_and_heads_are_divided():
     assert find_model("llama-3.1-70b").kv_bytes_per_token(8) * 8 == find_model("llama-3.1-70b").kv_bytes_per_token(1)
 
 
+def test_layers_named_one_by_one_are_latent_where_the_model_is():
+    model = TINY | {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    named = model | {"layer_types": ["deepseek_sparse_attention"] * 3 + ["full_attention"]}
+    assert read_shape(named, "a", "a") == read_shape(model, "a", "a")
+
+
 @pytest.mark.parametrize(
     ("quantized", "bits"),
     [
@@ -107,6 +113,7 @@ def test_types_of_weights(quantized, bits):
         (TINY | {"hidden_size": "64"}, "must be a whole number"),
         (TINY | {"num_attention_heads": 0}, "must be above 0"),
         (TINY | {"hybrid_override_pattern": "M*"}, "not modelled"),
+        (TINY | {"layers_block_type": ["mamba", "moe", "attention", "moe"]}, "layers of type 'moe' are not modelled"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused(config, message):
@@ -174,6 +181,25 @@ def test_the_closed_form_of_a_loop_agrees_with_the_scheduler_in_it():
     assert simulated == pytest.approx(estimated, rel=0.25)
 
 
+def test_the_flags_of_a_server_are_those_of_its_script_on_the_day():
+    row = {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "b200_sxm", "gemm_quant_mode": "fp8"}
+    early, late = (row | {"silicon_data_source": f"db-dump/x; measured=2026-{day}T0"} for day in ("03-11", "04-22"))
+    assert silicon.flags_of(early) == silicon.Flags(memory=0.95)
+    assert silicon.flags_of(late) == silicon.Flags(8, 0)
+    assert silicon.flags_of(late | {"model_path": "Qwen/Qwen3-32B"}) == silicon.Flags()
+
+
+def test_a_correction_finds_a_power_of_the_clients_and_no_more_than_the_runs_show():
+    def result(clients: int, error: float) -> silicon.Result:
+        deployment = silicon.Deployment("a", "", "h100_sxm", "vllm", silicon.Parallel())
+        run = silicon.Run(f"{clients}", deployment, 512, 256, clients, False, 100.0 * error, 10.0)
+        return silicon.Result(run, 100.0, 10.0)
+
+    found = silicon.correction_of([result(clients, clients**0.5) for clients in (1, 2, 4, 8, 16, 32, 64, 128)] * 3)
+    assert found.of(result(32, 1.0).run) == pytest.approx([32**0.5, 1.0], rel=0.1)
+    assert silicon.correction_of([result(8, 1.5)]).of(result(64, 1.0).run) == pytest.approx([1.5, 1.0])
+
+
 def test_a_label_of_all_devices_is_read_as_its_parts():
     row = {"tp_size": "4", "attention_dp_size": "4", "moe_tp_size": "1", "moe_ep_size": "16"}
     assert silicon.parallel_of(row) == silicon.Parallel(1, 4, 4)
@@ -190,9 +216,9 @@ def test_measured_kernels_say_what_to_install(monkeypatch):
 
 def test_an_error_is_that_of_its_row_or_names_the_nearest():
     own = measured_error("dense", find_device("h100"), "vllm")
-    assert own.endswith("dense on h100_sxm with vllm")
+    assert own.endswith("of dense models on h100_sxm with vllm")
     assert measured_error("dense", find_device("a100"), "vllm").startswith("not measured here, nearest: TTFT")
-    assert measured_error("dense", find_device("a100"), "vllm").endswith("dense on h100_sxm with vllm")
+    assert measured_error("dense", find_device("a100"), "vllm").endswith("of dense models on h100_sxm with vllm")
 
 
 def test_what_passes_outside_the_scheduler_counts_for_the_first_token_and_the_end():

@@ -1,7 +1,8 @@
 """How far predictions of the roofline are from measured runs, by family of models, GPU and engine.
 
-The figures are those of `benchmarks/silicon.py --closed-form --errors` on rows held out of the fit where there
-are five, else on all: closed loops of a fixed number of clients with prompts of 1,000 to 8,000 tokens.
+The figures are those of `benchmarks/silicon.py --errors` on runs held out of the fit where there are five, else on all:
+closed loops of a fixed number of clients with prompts of 1,000 to 8,000 tokens, through this scheduler with that
+engine's rules.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ class MeasuredError:
 
     def __str__(self) -> str:
         """In words."""
-        errors = f"TTFT {self.ttft:.0f} %, TPOT {self.tpot:.0f} %"
-        return f"{errors} (median of {self.runs} measured runs, step times alone: queues add to it)"
+        runs = "one measured run" if self.runs == 1 else f"{self.runs} measured runs"
+        return f"TTFT {self.ttft:.0f} %, TPOT {self.tpot:.0f} % in the median of {runs}"
 
 
 MEASURED: dict[tuple[str, str, str], MeasuredError] = {
@@ -56,12 +57,12 @@ def measured_error(family: str, device: Device, engine: str) -> str:
     """
     own = MEASURED.get((family, device.name, engine))
     if own is not None:
-        return f"{own}: {family} on {device.name} with {engine}"
+        return f"{own} of {family} models on {device.name} with {engine}"
     nearest = _nearest(family, device, engine)
     if nearest is None:
         return "not measured here"
     kind, name, by = nearest
-    return f"not measured here, nearest: {MEASURED[nearest]}: {kind} on {name} with {by}"
+    return f"not measured here, nearest: {MEASURED[nearest]} of {kind} models on {name} with {by}"
 
 
 def _nearest(family: str, device: Device, engine: str) -> tuple[str, str, str] | None:

@@ -67,6 +67,13 @@ class FeedForward:
     expert_params: int = 0
 
 
+LAYER_TYPES = {
+    **dict.fromkeys(("sliding_attention", "chunked_attention"), "window"),
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2"), "state"),
+}
+"""Kinds of attention by their names in `layer_types`, beside those that keep all tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model: its layers with their counts, its embeddings, and the bits of its weights.
@@ -262,17 +269,22 @@ def _shape(config: _Config, name: str) -> ModelShape:
 def _kinds(config: _Config) -> list[tuple[int, str]]:
     """The kind of attention of each layer."""
     values, depth = config.values, config.size("num_hidden_layers")
-    window = config.size("sliding_window", default=0)
+    window, whole = config.size("sliding_window", default=0), "latent" if values.get("kv_lora_rank") else "full"
     given = values.get("layer_types") or values.get("layers_block_type")
     if isinstance(given, list) and len(given) >= depth:
-        names = {"sliding_attention": "window", "chunked_attention": "window", "full_attention": "full"}
-        names |= {"linear_attention": "state", "mamba": "state", "attention": "full", "mamba2": "state"}
-        return [(i, names.get(str(given[i]), "full")) for i in range(depth)]
+        names = {**LAYER_TYPES, "full_attention": whole, "attention": whole, "deepseek_sparse_attention": whole}
+        strange = [str(kind) for kind in given[:depth] if str(kind) not in names]
+        if strange:
+            raise ConfigError(
+                f"{config.source}: layers of type {strange[0][:40]!r} are not modelled; calibrate a server of it "
+                "(tokenyard calibrate) and give --profile"
+            )
+        return [(i, names[str(given[i])]) for i in range(depth)]
     every = config.size("full_attention_interval", default=0)
     if every:
-        return [(i, "full" if (i + 1) % every == 0 else "state") for i in range(depth)]
-    if config.size("kv_lora_rank", default=0):
-        return [(i, "latent") for i in range(depth)]
+        return [(i, whole if (i + 1) % every == 0 else "state") for i in range(depth)]
+    if whole == "latent":
+        return [(i, whole) for i in range(depth)]
     pattern = config.size("sliding_window_pattern", default=0)
     if window and pattern:
         return [(i, "full" if (i + 1) % pattern == 0 else "window") for i in range(depth)]
