@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.e2e.servers import Server
+from tests.e2e.test_fleet import Route
 
 FLAGS = ("--executor", "mock", "--mock-step-ms", "2", "--admin-api-key", "admin")
 
@@ -210,3 +211,27 @@ def test_a_killed_server_goes_on_and_answers_each_line_once(tmp_path):
         assert {json.loads(line)[2]["id"] for line in before.splitlines()} <= ids
     finally:
         assert running.close() == 0
+
+
+@pytest.mark.slow
+def test_a_killed_router_and_engine_answer_each_line_once(tmp_path):
+    engines = [Server("--executor", "mock", "--mock-step-ms", "2") for _ in range(2)]
+    flags = ("--file-storage-path", str(tmp_path / "kept"))
+    router = Route(*(engine.url for engine in engines), flags=flags)
+    try:
+        client = client_of(router)
+        batch = begin(client, lines(200, tokens=40))
+        for count, victim in ((20, engines[1]), (60, router)):
+            while client.batches.retrieve(batch.id).request_counts.completed < count:
+                time.sleep(0.02)
+            os.kill(victim.process.pid, signal.SIGKILL)
+            victim.process.wait()
+        router = Route(engines[0].url, flags=flags)
+        client = client_of(router)
+        batch = ended(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 200)
+        answers = output(client, batch.output_file_id)
+        assert [answer["custom_id"] for answer in answers] == [f"line-{number}" for number in range(200)]
+    finally:
+        router.close()
+        assert engines[0].close() == 0

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import Pause, Resume, SchedulerSettings
+from tokenyard.base.fleet_headers import BATCH_LINE_HEADER
 from tokenyard.engine.frontend.io_struct import OutputDelta
 from tokenyard.server.openai import batches
 from tokenyard.server.openai.batches import SpareRoom
@@ -120,3 +121,31 @@ def test_lines_that_run_give_way_to_a_request_that_waits_for_long(monkeypatch):
     room.adapt()
     engine.yard.advance()
     assert engine.yard.scheduler.snapshot(1).running + engine.yard.scheduler.snapshot(1).prefilling > 0
+
+
+def test_a_line_that_a_router_sends_gives_way_until_it_has_ended(monkeypatch):
+    monkeypatch.setattr(batches, "POLL_S", 0.001)
+
+    async def main():
+        engine = Engine()
+        engine.hold = lambda rids, *, held: held_calls.append((list(rids), held))
+        held_calls = []
+        room = SpareRoom(engine)
+        line = room.observe(SimpleNamespace(rid="line"), {BATCH_LINE_HEADER: "1"})
+        chat = room.observe(SimpleNamespace(rid="chat"), {})
+        assert held_calls == [(["line"], True)]
+        chat.delta(None)
+        await asyncio.sleep(0.02)
+        assert held_calls[1:] == [(["line"], False)]
+        # One that arrives while a request waits is held back as well.
+        waiting = room.observe(SimpleNamespace(rid="chat-2"), {})
+        second = room.observe(SimpleNamespace(rid="line-2"), {BATCH_LINE_HEADER: "1"})
+        await asyncio.sleep(0.02)
+        assert held_calls[2:] == [(["line"], True), (["line-2"], True)]
+        # Lines whose router is gone are forgotten, and nothing is watched any more.
+        del line, second, waiting
+        gc.collect()
+        await asyncio.sleep(0.02)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())

@@ -12,6 +12,9 @@ AGE_HEADER = "x-tokenyard-age-ms"
 TENANT_HEADER = "x-tokenyard-tenant"
 """The tenant whose key the request carried at the router."""
 
+BATCH_LINE_HEADER = "x-tokenyard-batch-line"
+"""Of a line of a batch that a router keeps: other requests go first."""
+
 MAX_AGE_MS = 24 * 3600 * 1e3
 
 

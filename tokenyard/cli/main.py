@@ -140,6 +140,13 @@ COMMANDS = (
         "generate", "answer prompts without a server", "tokenyard.cli.generate:generate", True, _generate_arguments
     ),
     Command(
+        "batch",
+        "have a server or a router answer the lines of a file on spare capacity",
+        "tokenyard.cli.submit_batch:batch",
+        False,
+        _arguments_of("tokenyard.cli.submit_batch:add_batch_arguments"),
+    ),
+    Command(
         "convert",
         "write weights as this machine multiplies them, so that later starts map them",
         "tokenyard.cli.convert:convert",

@@ -16,7 +16,7 @@ from tokenyard.base.durations import parse_keep_alive
 from tokenyard.multi_model.catalog import Catalog
 from tokenyard.multi_model.engine_process import EngineProcess
 from tokenyard.multi_model.residency import LOADED, UNLOADED, Load, Residency, Unload, Usage, Yield
-from tokenyard.router.admin_routes import check_access
+from tokenyard.router.access import check_access
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.dispatch_driver import OpenRequest
 from tokenyard.router.errors import RouterError

@@ -1,10 +1,9 @@
 """The routes that the router serves itself: probes, models, workers, metrics, its page, and requests to all workers."""
 
 import asyncio
-import hmac
-import logging
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,17 +11,16 @@ import orjson
 from typing_extensions import override
 
 from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
-from tokenyard.base.cross_site import is_loopback, why_cross_site, why_foreign_host
 from tokenyard.base.model_cards import list_of_models
 from tokenyard.base.version import __version__
-from tokenyard.router.api_keys import KeyFile
+from tokenyard.batch.batch_api import FLAG
+from tokenyard.router.access import audit, check_access, tenant_key
+from tokenyard.router.batches import FileSender, RouterBatches
 from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.dispatch_driver import Answer, DispatchDriver
 from tokenyard.router.errors import RouterError
 from tokenyard.router.health import ask
-from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.workers import HttpWorker
-from tokenyard.routing.tenant_limits import KeyUsage
 from tokenyard.ui.files import HEADERS, ROUTER_PAGE, read_file
 
 JSON_LINES_TYPE = (b"content-type", b"application/x-ndjson")
@@ -41,8 +39,8 @@ FAN_OUT = {
 }
 """Paths that go to all workers, and how long a worker may take."""
 
-OF_ENGINES = ("/v1/files", "/v1/batches")
-"""Paths of what one engine keeps."""
+KEPT = ("/v1/files", "/v1/batches")
+"""Paths of what the router keeps on its disk."""
 
 EMPTY_CACHE = ("/flush_cache", "/update_weights_from_disk", "/pause")
 """Those of them after which a worker has nothing in its cache that a request can use; by default, for `/pause`."""
@@ -51,80 +49,17 @@ PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items
 PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})
 OWN_PATHS = OPEN_PATHS | FAN_OUT.keys() | PLAIN | {"/workers", "/usage", "/server_info", "/get_server_info"}
 
-log = logging.getLogger(__name__)
-
-
-def given_key(request: ClientRequest) -> bytes:
-    """The key that a request carries, b"" for none. Anthropic's clients send it as x-api-key."""
-    if not request.get(b"authorization"):
-        return request.get(b"x-api-key").strip()
-    scheme, _, given = request.get(b"authorization").partition(b" ")
-    return given.strip() if scheme.lower() == b"bearer" else b""
-
-
-def _wrong_key() -> RouterError:
-    return RouterError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-
-
-def check_key(request: ClientRequest, key: str) -> None:
-    """Raise RouterError (401) unless the request carries `key`; no effect if `key` is empty."""
-    if key and not hmac.compare_digest(given_key(request), key.encode()):
-        raise _wrong_key()
-
-
-def tenant_key(request: ClientRequest, settings: RouterSettings, keys: KeyFile, now_s: float) -> KeyUsage | None:
-    """What the key of a request allows, None for the API key, which is no tenant's. `now_s`: Unix time.
-
-    Raises RouterError (401) for an unknown key and for one that has expired.
-    """
-    usage = keys.find(given_key(request))
-    if usage is None:
-        if not settings.api_key:
-            raise _wrong_key()
-        check_key(request, settings.api_key)
-        return None
-    if 0.0 < usage.grant.expires_s <= now_s:
-        raise RouterError(401, "this API key has expired; ask the operator for another", code="expired_api_key")
-    return usage
-
-
-def check_site(request: ClientRequest, *, loopback_only: bool) -> None:
-    """Raise RouterError (403) for a request that a page of another site has a browser send."""
-    host, origin = request.get(b"host").decode("latin-1"), request.get(b"origin").decode("latin-1")
-    hosts = {host, request.get(b"x-forwarded-host").decode("latin-1") or host}
-    fetch_site = request.get(b"sec-fetch-site").decode("latin-1")
-    reason = why_cross_site(request.method.decode(), origin, fetch_site, hosts)
-    if not reason and loopback_only:
-        reason = why_foreign_host(host)
-    if reason:
-        raise RouterError(403, f"{reason}; with --admin-api-key, who sends the key may", code="cross_site")
-
-
-def check_access(request: ClientRequest, settings: RouterSettings, *, admin: bool) -> None:
-    """Raise RouterError unless the request may do what it asks for. `admin`: whether that needs the admin key."""
-    key = (settings.admin_api_key if admin else "") or settings.api_key
-    check_key(request, key)
-    if admin and not key:
-        check_site(request, loopback_only=is_loopback(settings.host))
-
-
-def audit(request: ClientRequest, *, admin: bool) -> None:
-    """Log a line for a request that controls engines or the router."""
-    if admin and request.method not in (b"GET", b"HEAD"):
-        words = (request.method.decode(), request.target.decode("latin-1"), request.request_id.decode("latin-1"))
-        log.info("Control: %s %s rid=%s from %s", *words, request.peer or "unknown")
-
 
 class Control:
     """Answers the requests that are for the router itself. docs/router.md lists the paths."""
 
-    def __init__(self, router: DispatchDriver) -> None:
-        self._router = router
+    def __init__(self, router: DispatchDriver, batches: RouterBatches | None) -> None:
+        self._router, self._batches = router, batches
 
     def takes(self, request: ClientRequest) -> bool:
         """Whether a request is for the router itself."""
         path = request.path
-        own = ("/workers/", "/v1/models/", *OF_ENGINES)
+        own = ("/workers/", "/v1/models/", *KEPT)
         return path in OWN_PATHS or path in self._router.own_routes or path.startswith(own) or _is_page(request)
 
     def answer(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
@@ -139,10 +74,8 @@ class Control:
             name, content_type = ROUTER_PAGE[path]
             front.answer(200, read_file(name), [(b"content-type", content_type.encode()), *PAGE_HEADERS])
             return None
-        if path.startswith(OF_ENGINES):
-            # Any worker might get such a request, and only the one that has the file or the batch can answer it.
-            message = "files and batches are kept by one engine; send them to its own address (docs/batches.md)"
-            raise RouterError(404, message, code="not_found")
+        if path.startswith(KEPT):
+            return self._kept(front, request)
         if path in OPEN_PATHS:
             self._probe(front, path)
             return None
@@ -168,6 +101,20 @@ class Control:
             front.answer(status, content, [JSON_LINES_TYPE])
         else:
             front.answer(status, orjson.dumps(content), [JSON_TYPE])
+        return None
+
+    def _kept(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
+        """Answer a request about files or batches."""
+        batches = self._batches
+        if batches is None:
+            message = f"this router keeps no files and batches; start it with {FLAG} FOLDER"
+            raise RouterError(404, message, code="not_found")
+        if request.upload is not None:
+            return _Task(front, batches.uploaded(request.upload))
+        content = batches.answer(request)
+        if isinstance(content, Path):
+            return FileSender(front, content)
+        front.answer(200, orjson.dumps(content), [JSON_TYPE])
         return None
 
     def _probe(self, front: ClientConnection, path: str) -> None:

@@ -20,6 +20,7 @@ LINGER_S = 2.0
 """How long to wait before closing on a refused client: most clients read a response only after sending everything."""
 
 WRITE_HIGH_WATER = 1 << 18
+UPLOAD_PATH = "/v1/files"
 JSON_TYPE = (b"content-type", b"application/json")
 
 _ABOUT_BODY = frozenset((b"content-length", b"content-encoding", b"transfer-encoding", b"expect"))
@@ -40,6 +41,7 @@ class ClientRequest:
     path: the decoded path, without the query.
     request_id: value of x-request-id, the client's or the router's.
     peer: the address of the client.
+    upload: what has read the body, where it was read as it arrived; `body` is empty then.
     named: the first value of each header.
     """
 
@@ -52,6 +54,7 @@ class ClientRequest:
     path: str = ""
     request_id: bytes = b""
     peer: str = ""
+    upload: "BodyReader | None" = None
 
     named: dict[bytes, bytes] = field(default_factory=dict)
 
@@ -61,6 +64,44 @@ class ClientRequest:
     def get(self, name: bytes) -> bytes:
         """The first value of a header; b"" if absent."""
         return self.named.get(name, b"")
+
+
+class BodyReader(Protocol):
+    """What reads the body of a request as it arrives."""
+
+    max_bytes: int
+    """The largest body that it takes."""
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes."""
+
+    def broken(self) -> None:
+        """The rest does not arrive."""
+
+
+class ResponseWriter(Protocol):
+    """Where a response goes: a client's connection, or the router's own memory."""
+
+    paused: bool
+    """Whether the client reads more slowly than the response arrives."""
+
+    def begin(self, first_line: bytes, headers: Headers, more: bytes = b"") -> None:
+        """Send the head of a response, followed by `more`."""
+
+    def write(self, data: bytes) -> None:
+        """Send a part of the body."""
+
+    def end(self, *, keep: bool = True) -> None:
+        """The response is complete. `keep`: whether another may follow on the same connection."""
+
+    def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        """Send a whole response of the router."""
+
+    def fail(self, error: TokenyardError, path: str = "") -> None:
+        """Answer with an error, in the form of the API at `path`."""
+
+    def abort(self) -> None:
+        """The response cannot be completed."""
 
 
 class ClientHandler(Protocol):
@@ -87,7 +128,13 @@ class _Reading:
     parts: list[bytes] = field(default_factory=list)
     body_bytes: int = 0
     in_body: bool = False
+    upload: BodyReader | None = None
 
+
+Uploads = Callable[["ClientConnection", ClientRequest], BodyReader | None]
+"""Gives what reads the body of a `POST` to `UPLOAD_PATH`, given its head; None to keep it in memory. Raises
+TokenyardError for a request that is refused.
+"""
 
 Handler = Callable[["ClientConnection", ClientRequest], ClientHandler | None]
 
@@ -105,8 +152,10 @@ class ClientConnection(asyncio.Protocol):
         connections: "dict[ClientConnection, None]",
         max_body_bytes: int,
         max_connections: int = 0,
+        uploads: Uploads | None = None,
     ) -> None:
         """`connections`: all open ones, the oldest first; beyond `max_connections` (0: no limit) one is closed."""
+        self._uploads = uploads
         self._handler, self._connections, self._max_body = handler, connections, max_body_bytes
         self._max_connections = max_connections
         self._parser = httptools.HttpRequestParser(self)
@@ -147,6 +196,7 @@ class ClientConnection(asyncio.Protocol):
         """The client has disconnected."""
         self._connections.pop(self, None)
         self._waiting.clear()
+        self._drop_upload()
         job, self.job, self._closing = self.job, None, True
         if job is not None:
             job.client_gone()
@@ -242,14 +292,19 @@ class ClientConnection(asyncio.Protocol):
         reading.in_body = True
         if len(reading.headers) > MAX_HEADERS:
             raise RouterError(431, f"there are more than {MAX_HEADERS} headers", code="headers_too_large")
+        if self._uploads is not None and self._parser.get_method() == b"POST":
+            request = self._request(reading)
+            if request.path == UPLOAD_PATH:
+                reading.upload = self._uploads(self, request)
+        most = self._max_body if reading.upload is None else reading.upload.max_bytes
         for name, value in reading.headers:
             if name in _ABOUT_BODY:
-                self._about_body(name, value)
+                self._about_body(name, value, most)
 
-    def _about_body(self, name: bytes, value: bytes) -> None:
-        """Check a header that describes the body."""
-        if name == b"content-length" and int(value) > self._max_body:
-            raise self._too_large()
+    def _about_body(self, name: bytes, value: bytes, most: int) -> None:
+        """Check a header that describes the body, which may have `most` bytes."""
+        if name == b"content-length" and int(value) > most:
+            raise self._too_large(most)
         if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
             raise RouterError(415, "the body is compressed; send it uncompressed", code="unsupported_encoding")
         if name == b"transfer-encoding" and value.lower() != b"chunked":
@@ -261,9 +316,12 @@ class ClientConnection(asyncio.Protocol):
         """Parser callback: a part of the body. Raises RouterError (413) if it is too large."""
         reading = self._reading
         assert reading is not None
+        if reading.upload is not None:
+            reading.upload.feed(body)
+            return
         reading.body_bytes += len(body)
         if reading.body_bytes > self._max_body:
-            raise self._too_large()
+            raise self._too_large(self._max_body)
         reading.parts.append(body)
 
     def on_message_complete(self) -> None:
@@ -275,22 +333,32 @@ class ClientConnection(asyncio.Protocol):
         if version not in ("1.0", "1.1"):
             raise RouterError(505, "unsupported HTTP version; use HTTP/1.1", code="bad_http")
         self._reading = None
-        method, http10 = self._parser.get_method(), version == "1.0"
-        parts = reading.parts
-        request = ClientRequest(
-            method,
-            reading.url,
-            reading.headers,
-            self._parser.should_keep_alive(),
-            http10,
-            parts[0] if len(parts) == 1 else b"".join(parts),
-        )
+        request = self._request(reading)
         if self.current is not None:
             self._waiting.append(request)
             if len(self._waiting) >= MAX_WAITING:
                 self.transport.pause_reading()
             return
         self._start(request)
+
+    def _request(self, reading: _Reading) -> ClientRequest:
+        """The request as far as it has arrived."""
+        parts, http10 = reading.parts, self._parser.get_http_version() == "1.0"
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        keep_alive = self._parser.should_keep_alive()
+        request = ClientRequest(self._parser.get_method(), reading.url, reading.headers, keep_alive, http10, body)
+        path = request.target.partition(b"?")[0].decode("latin-1")
+        request.path = unquote(path) if "%" in path else path
+        peer = self.transport.get_extra_info("peername")
+        request.peer = str(peer[0]) if isinstance(peer, tuple) else ""
+        request.upload = reading.upload
+        return request
+
+    def _drop_upload(self) -> None:
+        """The rest of the request that is being read does not arrive."""
+        if self._reading is not None and self._reading.upload is not None:
+            self._reading.upload.broken()
+        self._reading = None
 
     def _without_upgrade(self, rest: bytes) -> bytes:
         """Ignore an offer of another protocol (RFC 9110, 7.8): the request without its Upgrade header, and `rest`.
@@ -310,15 +378,11 @@ class ClientConnection(asyncio.Protocol):
     def _long_head(self) -> RouterError:
         return RouterError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes", code="headers_too_large")
 
-    def _too_large(self) -> RouterError:
-        return RouterError(413, f"the body is larger than {self._max_body} bytes", code="body_too_large")
+    def _too_large(self, most: int) -> RouterError:
+        return RouterError(413, f"the body is larger than {most} bytes", code="body_too_large")
 
     def _start(self, request: ClientRequest) -> None:
         self.current = request
-        path = request.target.partition(b"?")[0].decode("latin-1")
-        request.path = unquote(path) if "%" in path else path
-        peer = self.transport.get_extra_info("peername")
-        request.peer = str(peer[0]) if isinstance(peer, tuple) else ""
         job = self._handler(self, request)
         if self.current is request:
             self.job = job
@@ -372,9 +436,14 @@ class ClientConnection(asyncio.Protocol):
         status = status_of(error)
         self.answer(status, error_body(error, path), [JSON_TYPE, *error_headers(status)])
 
+    def abort(self) -> None:
+        """The response cannot be completed: close the connection."""
+        self.transport.abort()
+
     def refuse(self, error: TokenyardError) -> None:
         """Refuse an invalid request and close the connection, after the current response if there is one."""
-        self._closing, self._reading = True, None
+        self._drop_upload()
+        self._closing = True
         self._waiting.clear()
         if self.current is not None:
             return

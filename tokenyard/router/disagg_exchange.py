@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import orjson
 from typing_extensions import override
 
-from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientRequest, Headers
+from tokenyard.router.client_connection import JSON_TYPE, ClientRequest, Headers, ResponseWriter
 from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.header_forwarding import RANK_HEADER, HeaderForwarding, with_fields
 from tokenyard.router.http1 import ResponseHead, request_head
@@ -178,7 +178,7 @@ class DisaggExchange(Exchange):
         self,
         router: DispatchDriver,
         passing: HeaderForwarding,
-        front: ClientConnection,
+        front: ResponseWriter,
         request: ClientRequest,
         parsed: ParsedRequest,
     ) -> None:

@@ -37,6 +37,16 @@ _REFUSALS = {
 """HTTP status and message for each cause of the dispatch machine."""
 
 
+_STATUSES = {
+    "not_found": 404,
+    "body_too_large": 413,
+    "storage_full": 429,
+    "too_many_batches": 429,
+    "storage_failed": 507,
+}
+"""HTTP status of the errors of files and batches, by their codes."""
+
+
 class RouterError(TokenyardError):
     """An error of the router. status: its HTTP status."""
 
@@ -52,9 +62,11 @@ def refusal(cause: str) -> RouterError:
 
 
 def status_of(error: TokenyardError) -> int:
-    """The HTTP status of an error: its own, 400 for an invalid request, else 500."""
+    """The HTTP status of an error: its own, that of its code, 400 for an invalid request, else 500."""
     if isinstance(error, RouterError):
         return error.status
+    if error.code in _STATUSES:
+        return _STATUSES[error.code]
     return 400 if isinstance(error, InvalidRequestError) else 500
 
 

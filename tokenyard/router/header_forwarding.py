@@ -10,6 +10,7 @@ import orjson
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.base.fleet_headers import AGE_HEADER as AGE_NAME
+from tokenyard.base.fleet_headers import BATCH_LINE_HEADER
 from tokenyard.base.fleet_headers import TENANT_HEADER as TENANT_NAME
 from tokenyard.router.client_connection import ClientRequest, Headers
 from tokenyard.router.http1 import HOP_BY_HOP
@@ -17,7 +18,7 @@ from tokenyard.router.http1 import HOP_BY_HOP
 ROUTE_HEADER = b"x-tokenyard-route"
 DEBUG_HEADER = b"x-route-debug"
 RANK_HEADER = b"x-data-parallel-rank"
-AGE_HEADER, TENANT_HEADER = AGE_NAME.encode(), TENANT_NAME.encode()
+AGE_HEADER, TENANT_HEADER, LINE_HEADER = AGE_NAME.encode(), TENANT_NAME.encode(), BATCH_LINE_HEADER.encode()
 
 
 class HeaderForwarding:
@@ -26,7 +27,7 @@ class HeaderForwarding:
     def __init__(self, router_id: bytes, added: Headers, *, own_key: bool) -> None:
         """`added`: headers for every request. `own_key`: do not forward the client's Authorization header."""
         self._id, self._added = router_id, added
-        own = {ROUTE_HEADER, b"x-request-id", RANK_HEADER, DEBUG_HEADER, AGE_HEADER, TENANT_HEADER}
+        own = {ROUTE_HEADER, b"x-request-id", RANK_HEADER, DEBUG_HEADER, AGE_HEADER, TENANT_HEADER, LINE_HEADER}
         self._skip = own | HOP_BY_HOP | ({b"authorization"} if own_key else set())
 
     def headers(self, request: ClientRequest) -> Headers:

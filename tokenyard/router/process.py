@@ -111,6 +111,8 @@ async def run(
         tasks.append(loop.create_task(events.run()))
     if router.shared is not None:
         tasks.append(loop.create_task(router.shared.run()))
+    if router.batches is not None:
+        router.batches.start()
     if announce:
         _say_ready(settings, listener, announce)
     gc.collect()
@@ -125,6 +127,8 @@ async def run(
             await picker.stop(None)
         for task in tasks:
             task.cancel()
+        if router.batches is not None:
+            await router.batches.close()
         await router.close()
         for connection in list(router.connections):
             connection.transport.abort()

@@ -13,7 +13,9 @@ from tokenyard.base import TokenyardError
 from tokenyard.base.admin_paths import is_admin_path
 from tokenyard.base.response_ids import engine_of_response
 from tokenyard.base.sessions import conversation_of, derived_session, named_session, short_session, tenant_session
-from tokenyard.router.admin_routes import Control, audit, check_access, tenant_key
+from tokenyard.router.access import audit, check_access, tenant_key
+from tokenyard.router.admin_routes import Control
+from tokenyard.router.batches import RouterBatches
 from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.disagg_exchange import DISAGG_PATHS, DisaggExchange
 from tokenyard.router.dispatch_driver import DispatchDriver
@@ -53,7 +55,6 @@ class Router(DispatchDriver):
         self.connections: dict[ClientConnection, None] = {}
         self.max_connections = 0
         """Maximum number of client connections; 0 for no limit."""
-        self._control = Control(self)
         self._tokenize = tokenize
         self._id = self.id.encode()
         # Ids are UUIDs of version 4 in form, as some servers, llama-cpp-python's for one, refuse others.
@@ -63,6 +64,8 @@ class Router(DispatchDriver):
         self.own_key = bool(settings.worker_api_key or settings.api_key or settings.keys_file)
         """Whether the key of a client is for the router, and no worker gets it."""
         self._passing = HeaderForwarding(self._id, self.worker_headers, own_key=self.own_key)
+        self.batches = RouterBatches(self, self._parsed, self._passing) if settings.file_storage_path else None
+        self._control = Control(self, self.batches)
 
     @override
     def sweep(self) -> None:
@@ -77,7 +80,8 @@ class Router(DispatchDriver):
     def new_connection(self) -> ClientConnection:
         """The protocol of a new client connection."""
         max_body_bytes = int(self.settings.max_body_mb * 1e6)
-        return ClientConnection(self.handle, self.connections, max_body_bytes, self.max_connections)
+        uploads = None if self.batches is None else self.batches.upload
+        return ClientConnection(self.handle, self.connections, max_body_bytes, self.max_connections, uploads)
 
     def handle(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer a request of the router's own, or start an exchange with a worker, which is returned."""
@@ -129,7 +133,6 @@ class Router(DispatchDriver):
             raise RouterError(429, f"{most} requests are open, which is the limit; try again later", code="overloaded")
         self._check_loop(request)
         parsed = self._parsed(request)
-        self.resolve_model(request, parsed)
         for rank in (parsed.rank, parsed.prefill_rank, parsed.decode_rank):
             if rank is not None and not self.workers.has_rank(rank):
                 raise RouterError(400, f"no worker has the rank {rank}", code="unknown_rank")
@@ -155,6 +158,7 @@ class Router(DispatchDriver):
             parsed.rank = parsed.prefill_rank = _rank(rank)
         if self._session_header:
             parsed.session = self._session(request, parsed)
+        self.resolve_model(request, parsed)
         return parsed
 
     def _session(self, request: ClientRequest, parsed: ParsedRequest) -> str:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, TokenyardError
 from tokenyard.base.fleet_headers import age_text
-from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest, Headers
+from tokenyard.router.client_connection import ClientHandler, ClientRequest, Headers, ResponseWriter
 from tokenyard.router.dispatch_driver import DispatchDriver, OpenRequest
 from tokenyard.router.errors import RouterError, error_event
 from tokenyard.router.header_forwarding import (
@@ -62,7 +62,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         self,
         router: DispatchDriver,
         passing: HeaderForwarding,
-        front: ClientConnection,
+        front: ResponseWriter,
         request: ClientRequest,
         parsed: ParsedRequest,
         *,
@@ -81,6 +81,8 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         self._failures = 0
         self._before = self._last = self._held = b""
         self._outcome = ""
+        self.added_headers: Headers = []
+        """Headers of the router for this request alone."""
         self._usage: tuple[int | None, int | None, int | None] = (None, None, None)
 
     # The request.
@@ -143,7 +145,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         headers.append((AGE_HEADER, age_text(self._router.now_ns() - since_ns)))
         if self.key is not None:
             headers.append((TENANT_HEADER, self.key.grant.tenant.encode()))
-        return headers
+        return headers + self.added_headers
 
     def _extra_fields(self, target: HttpTarget) -> dict[str, Any]:
         """Fields to add to the client's body: the rank, and the request for token ids."""
@@ -388,7 +390,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
             self._front.write(event if self._request.http10 else as_chunk(event) + LAST_CHUNK)
             self._front.end(keep=False)
         else:
-            self._front.transport.abort()
+            self._front.abort()
 
     @override
     def client_gone(self) -> None:

@@ -18,6 +18,7 @@ POLICY_CHOICES = (*POLICY_NAMES, USER_CLASS)
 GROUPS = {
     "workers": "which workers there are",
     "listening": "how clients reach the router",
+    "batches": "files and batches that the router keeps",
     "choice": "which target gets a request",
     "queue": "limits, and requests that wait",
     "failures": "timeouts, retries and health checks",
@@ -73,6 +74,13 @@ class RouterSettings:
         "", "listening", "YAML file of tenants' API keys with limits, read again when it changes; needs --admin-api-key"
     )
     worker_api_key: str = setting("", "listening", "key sent to workers instead of the client's", secret=True)
+
+    file_storage_path: str = setting(
+        "", "batches", "folder for /v1/files and /v1/batches, of this router alone; off if absent"
+    )
+    max_file_storage_mb: float = setting(
+        1000.0, "batches", "most megabytes of files that a tenant may keep there", NumberRange(0.001, 1e9)
+    )
 
     policy: str = setting(DEFAULT_POLICY, "choice", "policy that chooses the target", choices=POLICY_CHOICES)
     prefill_policy: str = setting(
@@ -187,6 +195,10 @@ class RouterSettings:
                 (
                     not self.keys_file or bool(self.admin_api_key),
                     "--keys-file needs --admin-api-key, or every tenant could control the engines",
+                ),
+                (
+                    not self.file_storage_path or self.processes == 1,
+                    "--file-storage-path belongs to one process; it needs --processes 1",
                 ),
                 (
                     not self.endpoint_picker_port or self.processes == 1,

@@ -130,10 +130,13 @@ def create_app(state: ServerState) -> ASGIApp:
     api.state.server = state
     app: ASGIApp = HotRouteApp(api, hot, EndpointPickerMetrics(state))
     options = state.options
+    room = batches.SpareRoom(state)
+    state.observer_factories.append(room.observe)
     api.state.batches = None
     if options.file_storage_path:
         max_bytes = int(options.max_file_storage_mb * 1_000_000)
-        api.state.batches = batches.make_batches(Path(options.file_storage_path).expanduser(), max_bytes, app, state)
+        folder = Path(options.file_storage_path).expanduser()
+        api.state.batches = batches.make_batches(folder, max_bytes, app, state, room)
     if options.api_key or options.admin_api_key or options.tenant_keys:
         app = Authentication(
             app,

@@ -12,9 +12,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
-from tokenyard.base.fleet_headers import TENANT_HEADER
+from tokenyard.base.fleet_headers import BATCH_LINE_HEADER, TENANT_HEADER
 from tokenyard.batch.batch_api import BATCHES_A_PAGE, FLAG, MAX_FILES_A_PAGE, BatchApi
+from tokenyard.batch.batch_runner import POLL_S
 from tokenyard.batch.batch_store import Batch, BatchFields
+from tokenyard.batch.line_budget import LINES_AT_ONCE, LineBudget
 from tokenyard.batch.upload import UploadStream
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.server.engine_client import ControlClient
@@ -24,20 +26,6 @@ from tokenyard.server.http.routes import Given, Routes
 from tokenyard.server.http.streaming import ClientGoneError, read_body
 from tokenyard.server.protocol import parse
 from tokenyard.server.state import ServerState
-
-DEFAULT_ROWS = 256
-LINES_AT_ONCE = 16
-SHARE = 0.5
-"""The part of rows and of the KV pool that lines may have, so that there is room for those who arrive."""
-
-MAX_USED_SHARE = 0.75
-"""Lines start only while less than this share of the KV pool is used by all."""
-
-FIRST_SHARE = 1 / 8
-"""The part of the KV pool that a line is taken to need before one has ended."""
-
-SMOOTHING = 0.2
-"""Weight of the line that ended last in the mean of their tokens."""
 
 HOLD_ALL_S = 0.2
 """If an interactive request has no first token for so long, lines that run give their places up as well."""
@@ -88,10 +76,8 @@ class AskApp:
         return status, b"".join(parts)
 
 
-def make_batches(folder: Path, max_bytes: int, app: ASGIApp, state: ServerState) -> BatchApi:
+def make_batches(folder: Path, max_bytes: int, app: ASGIApp, state: ServerState, room: "SpareRoom") -> BatchApi:
     """The files and batches of a server, which start when it is ready. Raises ConfigError."""
-    room = SpareRoom(state)
-    state.observer_factories.append(room.observe)
     kept = BatchApi(folder, max_bytes, AskApp(app), room)
     state.on_ready.append(kept.runner.start)
     return kept
@@ -100,21 +86,23 @@ def make_batches(folder: Path, max_bytes: int, app: ASGIApp, state: ServerState)
 class _Waiting:
     """An observer of an interactive request; it counts as waiting until its first delta, or until it is gone."""
 
-    __slots__ = ("__weakref__", "_waiting", "since_s")
+    __slots__ = ("__weakref__", "_begun", "_waiting", "since_s")
 
     def __init__(self, waiting: "weakref.WeakSet[_Waiting]") -> None:
-        self._waiting, self.since_s = waiting, time.monotonic()
+        self._waiting, self._begun, self.since_s = waiting, False, time.monotonic()
         waiting.add(self)
 
     def delta(self, delta: OutputDelta) -> None:
         """The request has a token, or has ended."""
-        self._waiting.discard(self)
+        if not self._begun:
+            self._begun = True
+            self._waiting.discard(self)
 
 
 class _Line:
     """An observer of a line of a batch."""
 
-    __slots__ = ("_begun", "_ended", "_rid")
+    __slots__ = ("__weakref__", "_begun", "_ended", "_rid")
 
     def __init__(self, rid: str, begun: set[str], ended: Callable[[int], None]) -> None:
         self._rid, self._begun, self._ended = rid, begun, ended
@@ -131,21 +119,21 @@ class SpareRoom:
 
     Lines start while no other request waits, and have up to half of the rows and of the KV pool. When an interactive
     request arrives, lines without a first token are held back at once, until it has its own; if that takes long, those
-    that run give their places up too, and go on later from the prefix cache.
+    that run give their places up too, and go on later from the prefix cache. Lines are those of this server's batches,
+    and those that a router sends of its own.
     """
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._waiting: weakref.WeakSet[_Waiting] = weakref.WeakSet()
         self._parts: dict[str, set[str]] = {}
-        """Ids of the requests of each line, by the line's own."""
+        """Ids of the requests of each line of this server, by the line's own."""
 
         self._open: set[str] = set()
         self._begun: set[str] = set()
         self._held: set[str] = set()
-        rows = state.options.info.get("max_running_requests") or DEFAULT_ROWS
-        self._max_lines = max(1, int(SHARE * rows))
-        self._tokens_of_line = 0.0
+        self._budget = LineBudget()
+        self._watcher: asyncio.Task[None] | None = None
 
     def observe(self, spec: GenerateReqInput, headers: Mapping[str, str]) -> _Waiting | _Line:
         """Watch a request that arrives."""
@@ -154,10 +142,26 @@ class SpareRoom:
         if parts is not None:
             parts.add(spec.rid)
             self._open.add(spec.rid)
-            return _Line(spec.rid, self._begun, self._line_ended)
+            return _Line(spec.rid, self._begun, self._budget.line_ended)
+        if BATCH_LINE_HEADER in headers:
+            return self._line_of_router(spec.rid)
         waiting = _Waiting(self._waiting)
         self._hold(self._open - self._begun)
         return waiting
+
+    def _line_of_router(self, rid: str) -> _Line:
+        self._open.add(rid)
+        line = _Line(rid, self._begun, self._budget.line_ended)
+        weakref.finalize(line, self.ended, rid)
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.ensure_future(self._watch())
+        return line
+
+    async def _watch(self) -> None:
+        """Hold lines back and let them go on, while any is open."""
+        while self._open:
+            await asyncio.sleep(POLL_S)
+            self.adapt()
 
     @property
     def closing(self) -> bool:
@@ -169,11 +173,9 @@ class SpareRoom:
         if self._waiting or self._held or self._state.phase != "ready":
             return 0
         snapshot = await self._state.control.snapshot(1.0)
-        used, total = snapshot.get("used_tokens", 0), snapshot.get("total_tokens", 1)
-        if used > MAX_USED_SHARE * total:
-            return 0
-        fit = int(SHARE * total / (self._tokens_of_line or FIRST_SHARE * total))
-        return min(LINES_AT_ONCE, min(self._max_lines, max(fit, 1)) - open_lines)
+        rows = self._state.options.info.get("max_running_requests") or 0
+        most = self._budget.max_lines(rows, snapshot.get("total_tokens", 1), snapshot.get("used_tokens", 0))
+        return min(LINES_AT_ONCE, most - open_lines)
 
     def started(self, rid: str) -> None:
         """A line starts."""
@@ -186,10 +188,6 @@ class SpareRoom:
         for rids in (self._open, self._begun, self._held):
             rids -= parts
 
-    def _line_ended(self, tokens: int) -> None:
-        before = self._tokens_of_line or tokens
-        self._tokens_of_line = before + SMOOTHING * (tokens - before)
-
     def adapt(self) -> None:
         """Hold more lines back, or let them go on; see batch.Room."""
         if not self._waiting:
@@ -197,8 +195,8 @@ class SpareRoom:
                 self._control.hold(sorted(self._held), held=False)
                 self._held.clear()
             return
-        if time.monotonic() - min(one.since_s for one in list(self._waiting)) > HOLD_ALL_S:
-            self._hold(self._open)
+        long = time.monotonic() - min(one.since_s for one in list(self._waiting)) > HOLD_ALL_S
+        self._hold(self._open if long else self._open - self._begun)
 
     def _hold(self, rids: set[str]) -> None:
         fresh = rids - self._held
