@@ -13,10 +13,11 @@ import subprocess
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e.servers import Server, alive
+from tests.e2e.servers import Route, Server, alive
 
 MOCK = ("--executor", "mock", "--log-level", "warning")
 IDLE_WITHIN_S = 15.0
@@ -43,7 +44,7 @@ class Outcome:
 class Stream:
     """One streamed request over a plain socket."""
 
-    def __init__(self, server: Server, tokens: int, prompt: str) -> None:
+    def __init__(self, server: Server | Route, tokens: int, prompt: str) -> None:
         host, port = server.url.removeprefix("http://").split(":")
         self._address = host, int(port)
         body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
@@ -142,7 +143,7 @@ async def _sums(server: Server) -> Counter[str]:
     return Counter({name: sum(state[name] for state in states) for name in names})
 
 
-async def open_all(server: Server, streams: int, tokens: int) -> tuple[list[Stream], list["asyncio.Task[str]"]]:
+async def open_all(server: Server | Route, streams: int, tokens: int) -> tuple[list[Stream], list["asyncio.Task[str]"]]:
     """Open streams and wait until each had a first answer."""
     opened = [Stream(server, tokens, f"Story {number}") for number in range(streams)]
     tasks = [asyncio.create_task(stream.read()) for stream in opened]
@@ -173,6 +174,49 @@ def kill_server(streams: int) -> Outcome:
     if orphans := _still_alive(children):
         outcome.notes.append(f"{orphans} orphans")
     return outcome
+
+
+def behind_router(streams: int, tokens: int = 100) -> Iterator[Outcome]:
+    """kill -9 of each kind of process of a fleet, under as many streams through its router: one of two engines loses a
+    scheduler, then its detokenizer, then its server with all that belongs to it; in the end the router goes.
+    """
+    room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
+    engines = [Server(*MOCK, "--mock-step-ms", "50", *room) for _ in range(2)]
+    route = Route(*(engine.url for engine in engines))
+
+    async def run(victims: Callable[[], list[int]], whole: list[str]) -> tuple[Counter[str], float, list[str]]:
+        opened, tasks = await open_all(route, streams, tokens)
+        for victim in victims():
+            os.kill(victim, signal.SIGKILL)
+        begin = time.monotonic()
+        ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), 120))
+        seconds = time.monotonic() - begin
+        wrong = sum(not text.startswith(stream.text) for stream, text in zip(opened, whole, strict=True))
+        return ends, seconds, [f"{wrong} answers differ"] if wrong else []
+
+    async def undisturbed() -> list[str]:
+        opened, tasks = await open_all(route, streams, tokens)
+        await asyncio.wait_for(asyncio.gather(*tasks), 120)
+        return [stream.text for stream in opened]
+
+    first, process = engines[0], engines[0].process
+    kinds: dict[str, Callable[[], list[int]]] = {
+        "scheduler behind a router": lambda: first.children()[:1],
+        "detokenizer behind a router": lambda: first.children()[-1:],
+        "engine behind a router": lambda: [*first.children(), process.pid],
+        "router": lambda: [route.process.pid],
+    }
+    try:
+        whole = asyncio.run(undisturbed())
+        for kind, victims in kinds.items():
+            ends, seconds, notes = asyncio.run(run(victims, whole))
+            pages = asyncio.run(pages_after(engines[1]))
+            yield Outcome(f"kill -9 of the {kind}", ends, seconds, pages=pages, notes=notes)
+    finally:
+        if route.process.poll() is None:
+            route.close()
+        for engine in engines:
+            _kill(engine)
 
 
 def kill_scheduler(streams: int, tokens: int = 100) -> Outcome:

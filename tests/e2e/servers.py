@@ -1,5 +1,6 @@
-"""Real servers for tests: `tokenyard serve` as its own process."""
+"""Real servers for tests: `tokenyard serve` and `tokenyard route` as processes."""
 
+import json
 import os
 import re
 import select
@@ -7,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +66,46 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+class Route:
+    """`tokenyard route` on a free port in front of `urls`, ready when all of them are healthy."""
+
+    def __init__(self, *urls: str, flags: tuple[str, ...] = ()) -> None:
+        command = [sys.executable, "-m", "tokenyard", "route", "--port", "0", "--worker-urls", *urls, *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stderr is not None
+        found = re.search(r"routes at (\S+)", self.process.stderr.readline())
+        assert found is not None
+        self.url = found[1]
+        self.wait_for(len(urls))
+
+    def wait_for(self, healthy: int, timeout_s: float = 30.0) -> None:
+        """Wait until so many workers are healthy."""
+        end = time.monotonic() + timeout_s
+        while sum(worker["state"] == "healthy" for worker in self.get("/workers")["workers"]) != healthy:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def get(self, path: str) -> Any:
+        """JSON of a path."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return json.load(answer)
+
+    def complete(self, prompt: str, **fields: Any) -> bytes:
+        """The answer to a prompt."""
+        body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return bytes(answer.read())
+
+    def close(self) -> int:
+        """Stop it as an operator would."""
+        self.process.send_signal(signal.SIGTERM)
+        _, log = self.process.communicate(timeout=30)
+        assert "Traceback" not in log
+        return self.process.returncode
 
 
 def alive(pid: int) -> bool:

@@ -3,7 +3,6 @@
 import concurrent.futures
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,49 +14,13 @@ import urllib.request
 import psutil
 import pytest
 
-from tests.e2e.servers import ROOT, Server
+from tests.e2e.servers import ROOT, Route, Server
 from tokenyard.cli.main import main
 from tokenyard.cli.route import route_settings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.native.library import NoLibraryError, load_library
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
-
-
-class Route:
-    """`tokenyard route` on a free port in front of `urls`, ready when all of them are healthy."""
-
-    def __init__(self, *urls, flags=()):
-        command = [sys.executable, "-m", "tokenyard", "route", "--port", "0", "--worker-urls", *urls, *flags]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        line = self.process.stderr.readline()
-        self.url = re.search(r"routes at (\S+)", line)[1]
-        self.wait_for(len(urls))
-
-    def wait_for(self, healthy, timeout_s=30.0):
-        end = time.monotonic() + timeout_s
-        while sum(w["state"] == "healthy" for w in self.get("/workers")["workers"]) != healthy:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-
-    def get(self, path):
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
-            return json.load(answer)
-
-    def complete(self, prompt, **fields):
-        body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}).encode()
-        headers = {"Content-Type": "application/json"}
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{self.url}/v1/completions", body, headers), timeout=60
-        ) as a:
-            return a.read()
-
-    def close(self):
-        self.process.send_signal(signal.SIGTERM)
-        _, log = self.process.communicate(timeout=30)
-        assert "Traceback" not in log
-        return self.process.returncode
 
 
 def kill(server):

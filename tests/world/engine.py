@@ -150,7 +150,7 @@ class Engine:
 
     def __init__(self, world: Any, name: str, **settings: Any) -> None:
         self.world, self.name = world, name
-        stores = settings.get("enable_hierarchical_cache")
+        stores = settings.get("enable_hierarchical_cache") and "hicache_storage_url" not in settings
         self.disk = world.disks.add(name) if stores or settings.get("file_storage_path") else None
         if settings.get("file_storage_path"):
             settings["file_storage_path"] = str(self.disk.folder / "files")
@@ -312,7 +312,9 @@ class Engine:
 
     def _left_elsewhere(self, process: Process) -> list[str]:
         """What is still held for other engines, or by them."""
-        connector = self.world.connectors.get(process)
+        connector, store = self.world.connectors.get(process), self.world.kv_stores.get(process)
+        if store is not None:
+            self.world.done["tokens of KV from stores"] += store.counters.loaded_tokens
         if connector is None:
             return []
         (counters,) = connector.describe(self.world.clock.now_ns)["transfer"].values()

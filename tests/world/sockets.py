@@ -11,6 +11,7 @@ import itertools
 import selectors
 import socket
 from collections import deque
+from functools import partial
 from typing import Any
 
 from tests.world.clock import NS
@@ -21,7 +22,7 @@ from tests.world.threads import ThreadPoolExecutor, Waiters
 from tokenyard.base import Int64Array
 from tokenyard.disagg import connection, peer_discovery, tcp, transfer_manager
 from tokenyard.engine.scheduler_process.attachments import disagg
-from tokenyard.kv_store import resp
+from tokenyard.kv_store import remote, resp
 
 READ_AHEAD = 1 << 16
 """Bytes that a socket holds before its sender has to wait."""
@@ -357,6 +358,8 @@ def patches(world: Any) -> dict[tuple[Any, str], Any]:
         (transfer_manager, "ThreadPoolExecutor"): lambda workers, **named: ThreadPoolExecutor(world, workers),
         (tcp, "_move"): move,
         (tcp, "BATCH_BYTES"): BATCH_BYTES,
+        # Its clock is an argument, whose default is the real one.
+        (remote, "StoreCircuitBreaker"): partial(remote.StoreCircuitBreaker, clock=lambda: world.clock.now_ns / NS),
         # Engines of one world run in one process, which does not make them hosts of one machine.
         (disagg, "machine_id"): lambda: "",
     }

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.world import batch, client, sockets, threads
+from tests.world import batch, client, sockets, threads, valkey
 from tests.world.clock import NS, Clock, installed
 from tests.world.disk import Disks
 from tests.world.engine import ADAPTERS, PORT, WEIGHTS, Engine, weights_folder
@@ -23,11 +23,13 @@ from tests.world.lockstep import LockstepThread, running
 from tests.world.loop import WorldLoop, current
 from tests.world.network import FakeSocket, Network, Process
 from tests.world.sockets import Sockets
+from tests.world.valkey import ValkeyHost
 from tokenyard.batch import batch_store, file_store
 from tokenyard.batch.batch_api import BatchApi
 from tokenyard.engine.scheduler_process import scheduler_loop
 from tokenyard.engine.scheduler_process.attachments import kv_store
-from tokenyard.engine.scheduler_process.attachments.disagg import DisaggConnector, open_disagg_connector
+from tokenyard.engine.scheduler_process.attachments.disagg import DisaggConnector
+from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
 from tokenyard.kv_store import slab
 from tokenyard.router import process as router_process
 from tokenyard.router.proxy import Router
@@ -65,6 +67,8 @@ class Story:
     settings: dict[str, Any] = field(default_factory=dict)
     foreign: int = 0
     batches: list[batch.BatchAsk] = field(default_factory=list)
+    valkey: bool = False
+    """Whether there is one, which routers share their choices through."""
     disagg: str = ""
     """PD: `both`, all engines compute prompts for each other; else the last engine does for the others. `ask`: they
     find it themselves. `split`: routers send it a half of each request."""
@@ -83,9 +87,13 @@ class Story:
 
     def __str__(self) -> str:
         shape = (
-            f"seed {self.seed}: {self.engines} engines of {self.ranks} ranks, {self.routers} routers, "
-            f"{self.foreign} foreign engines, {self.settings}"
-        ) + (f", PD {self.disagg}" if self.disagg else "")
+            (
+                f"seed {self.seed}: {self.engines} engines of {self.ranks} ranks, {self.routers} routers, "
+                f"{self.foreign} foreign engines, {self.settings}"
+            )
+            + (f", PD {self.disagg}" if self.disagg else "")
+            + ", a Valkey" * self.valkey
+        )
         asked = [*map(str, self.asks[:4]), *map(str, self.batches)]
         return "\n".join([shape, f"{len(self.asks)} requests:", *asked, *map(str, self.faults)])
 
@@ -179,6 +187,7 @@ class World:
         self.sockets = Sockets(self)
         self.connectors: dict[Process, DisaggConnector | None] = {}
         """What moves KV between engines, by scheduler."""
+        self.kv_stores: dict[Process, KvStoreConnector | None] = {}
         self.engines = [
             Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings_of(i)) for i in range(story.engines)
         ]
@@ -186,10 +195,10 @@ class World:
         self.foreign = [ForeignEngine(self, f"foreign{i}", foreign) for i in range(story.foreign)]
         asked = self.engines[:-1] if story.disagg == "ask" else self.engines
         urls = tuple(engine.url for engine in [*asked, *self.foreign])
-        self.routers = [
-            RouterHost(self, f"router{i}", RouterSettings(worker_urls=urls, seed=story.seed, log_level="warning"))
-            for i in range(story.routers)
-        ]
+        self.stores = [ValkeyHost(self, "valkey")] * story.valkey
+        shared = f"redis://valkey:{valkey.PORT}" if story.valkey else ""
+        router = RouterSettings(worker_urls=urls, seed=story.seed, log_level="warning", shared_url=shared)
+        self.routers = [RouterHost(self, f"router{i}", router) for i in range(story.routers)]
 
     def _sleep(self, seconds: float) -> None:
         thread = running.get()
@@ -217,7 +226,7 @@ class World:
 
     def hosts(self) -> list[Any]:
         """All of the fleet."""
-        return [*self.engines, *self.foreign, *self.routers]
+        return [*self.stores, *self.engines, *self.foreign, *self.routers]
 
     # Faults.
 
@@ -242,12 +251,12 @@ class World:
                 host.stop()
                 later(host.resume)
             case "partition":
-                for router in self.routers:
-                    self.network.block(router.name, fault.target)
+                for other in self._beside(host):
+                    self.network.block(other.name, fault.target)
                 later(self.network.heal)
             case "half-open":
-                for router in self.routers:
-                    self.network.block(fault.target, router.name, both=False)
+                for other in self._beside(host):
+                    self.network.block(fault.target, other.name, both=False)
                 later(self.network.heal)
             case "cut off":
                 for engine in self.engines:
@@ -292,6 +301,10 @@ class World:
                 host.drain() if isinstance(host, Engine) else host.process.signals[15]()
             case _:
                 raise AssertionError(fault.kind)
+
+    def _beside(self, host: Any) -> list[Any]:
+        """From whom a partition cuts a host off: an engine from the routers, a store from all."""
+        return [*self.routers, *self.engines] if host in self.stores else self.routers
 
     @staticmethod
     def _drain_if_alive(engine: Engine) -> None:
@@ -339,15 +352,19 @@ class World:
         patches = threads.patches(self) | sockets.patches(self)
         # Its clock is an argument, whose default is the real one.
         patches[batches, "BatchApi"] = partial(BatchApi, clock=lambda: time.time())
-        patches[scheduler_loop, "open_disagg_connector"] = self._open_connector
+        for name, opened in (("disagg", self.connectors), ("kv_store", self.kv_stores)):
+            name = f"open_{name}_connector"
+            patches[scheduler_loop, name] = partial(self._open, getattr(scheduler_loop, name), opened)
         patches |= {(module, "os"): self.disks for module in (batch_store, file_store)}
         return patches | {(kv_store, "Inbox"): patches[kv_store, "queue"].SimpleQueue, (slab, "os"): self.disks}
 
-    def _open_connector(self, *given: Any) -> DisaggConnector | None:
+    @staticmethod
+    def _open(function: Callable[..., Any], opened: dict[Process, Any], *given: Any) -> Any:
+        """Open what a scheduler process opens, and keep it for questions at the end."""
         process = current.get()
         assert process is not None
-        connector = self.connectors[process] = open_disagg_connector(*given)
-        return connector
+        found = opened[process] = function(*given)
+        return found
 
     def _end(self) -> None:
         for host in self.hosts():
@@ -417,6 +434,8 @@ class World:
                 continue
             if self.foreign and (seen.end.startswith("502 worker_failed") or client.PASSED_ON in seen.end):
                 continue  # engines that fail all the time use up the budget of retries
+            if self.foreign and seen.end.startswith("503 draining"):
+                continue  # what is passed on then may be the refusal of an engine that shuts down
             router = f"router{seen.ask.router}"
             hit = any(at <= seen.ended_s and seen.ask.at_s <= until + 10 for at, until in self.excused.get(router, []))
             if not hit:
@@ -550,8 +569,16 @@ def make_story(seed: int) -> Story:
             asked.append(batch.BatchAsk(number, at, engine, lines, weights))
             kind = rng.choice(("kill", "power", "drain", "kill scheduler", "disk full", "disk broken"))
             faults.append(Fault(at + rng.uniform(0, 8), kind, engine, rng.uniform(0.2, 12)))
+    rng = random.Random(f"{seed} Valkey")
+    has_valkey = rng.random() < 0.3
+    if has_valkey:
+        kinds = ("kill", "power", "stop", "partition", "half-open", "slow", "wire bits")
+        faults += [Fault(rng.uniform(1, seconds), rng.choice(kinds), "valkey", rng.uniform(0.2, 12)) for _ in range(2)]
+        if not stores and rng.random() < 0.7:
+            settings |= {"enable_hierarchical_cache": True, "hicache_storage_backend": "valkey"}
+            settings |= {"hicache_storage_url": f"redis://valkey:{valkey.PORT}"}
     faults.sort(key=lambda fault: fault.at_s)
-    return Story(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, disagg)
+    return Story(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, has_valkey, disagg)
 
 
 def run(story: Story) -> Outcome:
