@@ -5,7 +5,7 @@ r"""What sessions of agents and the policies for them cost chats that share the 
 The engine is that of `benchmarks.agents`, and so are the sessions: 40 start within two minutes (contexts of 3.2 times
 the pool), each with its first 40 turns, and no further ones. For an hour chats come by a Poisson process: one turn
 without a session, with 200 to 2,000 new tokens and an answer of 50 to 400. With `chats first` before a row they have a
-priority above the sessions'. Virtual time; the same requests for each row.
+priority of 100, above the sessions' by more than these ever wait. Virtual time; the same requests for each row.
 """
 
 import argparse
@@ -27,6 +27,9 @@ from tokenyard.sim.traces.workload import Workload
 AGENTS, TURNS, CHATS_S = 40, 40, 3600.0
 CHATS = "chats"
 FIRST = "chats first "
+PRIORITY = 100
+"""A level is worth five seconds of waiting."""
+
 COLUMNS = (
     "row | chats: TTFT p50 / p99 / max s | TPOT p50 / p99 ms | turns: TTFT p50 / p99 / max s | mean end of a turn s "
     "| last s"
@@ -72,7 +75,7 @@ def line(row: str, chats_per_s: float, seed: int) -> str:
         workload = load_workload(args, profile_of(args).context_length)
     chat = workload.tenant == workload.tenants.index(CHATS)
     if row.startswith(FIRST):
-        workload = replace(workload, priority=np.where(chat, 1, 0).astype(np.int32))
+        workload = replace(workload, priority=np.where(chat, PRIORITY, 0).astype(np.int32))
     outcome = simulate(workload, make_setup(args, workload, args.preset))
     ended_s = outcome.finished_ns[~chat] / 1e9
     cells = (
