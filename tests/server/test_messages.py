@@ -117,6 +117,32 @@ def test_the_conversation_reaches_the_template(start):
     assert options["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+FOUND = {"type": "search_result", "source": "u", "title": "t", "content": [{"type": "text", "text": "fox"}]}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (FOUND, "t\nu\nfox"),
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "fox"}}, "fox"),
+        ({"type": "document", "title": "t", "source": {"type": "content", "content": FOUND["content"]}}, "t\nfox"),
+        ({"type": "document", "context": "c", "source": {"type": "content", "content": "fox"}}, "c\nfox"),
+    ],
+)
+def test_documents_and_search_results_of_text_are_text(start, block, text):
+    server = serve(start)
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [block]}
+    use = {"type": "tool_use", "id": "t1", "name": "now", "input": {}}
+    messages = [
+        {"role": "user", "content": [block]},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    assert post(server, messages=messages).status_code == 200
+    _, seen, _ = server.manager.calls[0]
+    assert (seen[0]["content"], seen[2]["content"]) == (text, text)
+
+
 def test_a_last_message_of_the_assistant_is_continued(start):
     server = serve(start)
     post(server, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}])
@@ -155,6 +181,8 @@ def test_tokens_are_counted_with_system_text(start):
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text"),
+        ({"messages": [{"role": "user", "content": [{**FOUND, "citations": {"enabled": True}}]}]}, "citations"),
+        ({"messages": [{"role": "user", "content": [{**FOUND, "content": [FOUND]}]}]}, "only text"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice"),

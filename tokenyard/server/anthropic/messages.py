@@ -191,10 +191,33 @@ def _result(block: Block, where: str) -> dict[str, Any]:
 
 
 def _text(block: Any, where: str) -> str:
+    """The text of a block, or of a document or search result that consists of text, behind its title."""
+    match block:
+        case {"type": "document" | "search_result", "citations": {"enabled": True}}:
+            raise InvalidRequestError(f"{where}: citations are not supported here", param="messages")
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return _titled(block, text)
+        case {"type": "document", "source": {"type": "content", "content": str(text)}}:
+            return _titled(block, text)
+        case {"type": "document", "source": {"type": "content", "content": list(parts)}}:
+            return _titled(block, *(_plain(part, where) for part in parts))
+        case {"type": "search_result", "content": list(parts)}:
+            return _titled(block, *(_plain(part, where) for part in parts))
+    return _plain(block, where)
+
+
+def _plain(block: Any, where: str) -> str:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return text
     kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-    if kind != "text" or not isinstance(block.get("text"), str):
-        raise InvalidRequestError(f"{where}: only text is supported here, not {kind!r}", param="messages")
-    return str(block["text"])
+    raise InvalidRequestError(f"{where}: only text is supported here, not {kind!r}", param="messages")
+
+
+def _titled(block: Block, *texts: str) -> str:
+    """The texts, one to a line, behind the block's title, source and context."""
+    head = (block.get(name) for name in ("title", "source", "context"))
+    return "\n".join([*(one for one in head if isinstance(one, str) and one), *texts])
 
 
 def _tool(tool: dict[str, Any], place: int) -> dict[str, Any]:
