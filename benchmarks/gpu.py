@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -364,6 +365,42 @@ def measure_shape(name: str, folder: Path, scale: Scale) -> Iterator[dict]:
         }
 
 
+@contextmanager
+def kernel_constants(scale: Scale, values: dict[str, int]) -> Iterator[None]:
+    """Within, the attention kernel has these constants; a rehearsal has no kernel."""
+    if not scale.on_gpu:
+        yield
+        return
+    from tokenyard.executor.attention.triton import attention_kernel
+
+    before = {name: getattr(attention_kernel, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(attention_kernel, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(attention_kernel, name, value)
+
+
+def measure_kernel_constants(folder: Path, scale: Scale) -> Iterator[dict]:
+    """Decode steps with the constants of the attention kernel that were chosen without a device, and with others."""
+    context, tokens = min(scale.contexts), scale.tokens_per_row(min(scale.contexts))
+    for batch, name, values in (
+        (min(scale.batches), "DECODE_STAGES", (3, 5)),
+        (max(scale.batches), "MIN_SPLIT_PROGRAMS", (4, 16)),
+    ):
+        for value in values:
+            # Steps are recorded as a model loads, so each value needs a load of its own.
+            with kernel_constants(scale, {name: value}):
+                executor = load_shape(folder, scale, (batch + 1) * tokens)
+                step_s = wall_per_step(executor, decoding_rows(executor, batch, context, scale), scale.steps, 2)
+                executor.close()
+            del executor
+            gc.collect()
+            yield {"batch": batch, "context": context, name: value, "step_overlapped_ms": step_s * 1e3}
+
+
 def measure_prefill(executor: ModelExecutor, config: ModelConfig, scale: Scale) -> Iterator[dict]:
     """A prompt of one chunk, by the device's own clock, best of four."""
     rate, draw = product_rate(scale), np.random.default_rng(3)
@@ -469,6 +506,7 @@ def parts(scale: Scale, scratch: Path) -> Iterator[tuple[str, Iterator[dict]]]:
         folder = folders[shape] = write_model(scratch / f"shape{number}", config, with_weights=False)
         yield f"steps, {shape}", measure_shape(shape, folder, scale)
         yield f"choices, {shape}", measure_choices(config["vocab_size"], scale.batches, scale.steps, scale.device)
+        yield f"kernel constants, {shape}", measure_kernel_constants(folder, scale)
         yield f"largest steps, {shape}", largest_steps(folder, scale)
         yield f"profile, {shape}", write_profile(shape, folder, scale)
     # Last, as most of their time is not ours.

@@ -19,6 +19,8 @@ from tokenyard.executor.attention import flashinfer
 from tokenyard.executor.attention.flashinfer import FlashInferAttention, why_not
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.model_loader import read_folder_config
+from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
+from tokenyard.executor.sampling.top_k_top_p import likeliest
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -84,7 +86,9 @@ def capture(executor, folder, case):
     """Captured decode steps of up to four rows; returns what plays them."""
     player = Player()
     with torch.inference_mode():
-        executor.model = CudaGraphRunner(executor.model, read_folder_config(Path(folder(case))), 4, CPU, player)
+        config = read_folder_config(Path(folder(case)))
+        plans = PlanInputs(executor.pages, executor.future, likeliest, prepare_by_torch)
+        executor.model = CudaGraphRunner(executor.model, config, 4, CPU, player, plans=plans)
     return player
 
 
