@@ -42,6 +42,7 @@ PHASES = (
     "qkv",
     "place",
     "attend",
+    "recur",
     "output",
     "gate_up",
     "down",

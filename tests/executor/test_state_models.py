@@ -214,9 +214,6 @@ def test_the_scan_of_mamba_2_in_chunks_is_that_of_single_tokens():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"model_impl": "native"}, "does not compute recurrent states .gated delta nets"),
-        ({"quantization": "int8"}, "needs a native model"),
-        ({"deterministic": True}, "needs a native model"),
         ({"max_mamba_cache_size": 8}, "9 running requests need a slot each"),
         ({"mamba_track_interval": 0}, "mamba_track_interval is 0"),
     ],

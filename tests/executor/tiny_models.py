@@ -122,6 +122,13 @@ EXPERT_CASES = {
 GEMMA = {"head_dim": 20, "sliding_window": 9, "query_pre_attn_scalar": 30}
 FAMILY_CASES = {
     "seed-oss": (SeedOssConfig, {"head_dim": 20, "attention_out_bias": True, "mlp_bias": True, "pad_token_id": 0}),
+    "granite": (
+        GraniteConfig,
+        {
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+            **{"logits_scaling": 2.0, "attention_bias": True, "tie_word_embeddings": True},
+        },
+    ),
     "phi3": (Phi3Config, {"pad_token_id": 0}),
     "phi3-partial-window": (
         Phi3Config,
@@ -190,13 +197,6 @@ DEEPSEEK = {
     **{"moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
 }
 TORCH_CASES = {
-    "granite": (
-        GraniteConfig,
-        {
-            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
-            **{"logits_scaling": 2.0, "attention_bias": True, "tie_word_embeddings": True},
-        },
-    ),
     "deepseek-v2": (
         DeepseekV2Config,
         {

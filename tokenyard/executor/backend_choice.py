@@ -173,9 +173,9 @@ def _choose(
         return BackendChoice(None, False, f"torch ({reason})")
     # Only torch layers take an attention backend, so naming one selects them.
     native_model = model_impl == "native" or (model_impl == "auto" and attention_backend == "auto")
-    if config.special_layers:
+    if config.torch_layers:
         if model_impl == "native":
-            raise ConfigError(f"model_impl native does not compute {config.special_layers}; model_impl torch does")
+            raise ConfigError(f"model_impl native does not compute {config.torch_layers}; model_impl torch does")
         native_model = False
     if native_model and attention_backend == "gather":
         raise ConfigError("model_impl native attends by itself; attention_backend gather needs model_impl torch")

@@ -1,7 +1,7 @@
 """The memory of recurrent states, and which of them a step reads and writes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -43,6 +43,7 @@ class StateBatch:
     decode_saves: of these rows, which ones are saved, and the slots, both int64; None for none.
     runs: those of the other rows.
     unverified: for each run that ends in drafts, by its first token, how each layer computes its states again.
+    replay: the same for all of these runs at once, where native steps compute: takes how many tokens of each count.
     """
 
     pool: "StatePool"
@@ -50,6 +51,7 @@ class StateBatch:
     decode_saves: tuple[torch.Tensor, torch.Tensor] | None
     runs: list[StateRun]
     unverified: dict[int, list[Replay]] = field(default_factory=dict)
+    replay: Callable[[Sequence[int]], None] | None = None
 
 
 class PagedCheckpoints:
@@ -161,15 +163,17 @@ class StatePool:
         ends = np.cumsum(plan.counts)
         kept = {int(ends[row] - plan.counts[row]): int(accepted[row]) for row in range(len(ends))}
         firsts = np.array(list(kept))
-        for run in batch.runs:
-            if run.first not in batch.unverified:
-                continue
+        runs, counts = [run for run in batch.runs if not run.targets], list[int]()
+        for run in runs:
             # The tokens of the row before this run were certain.
             first = int(firsts[firsts <= run.first][-1])
-            count = kept[first] - (run.first - first)
-            if count > 0:
-                for layer, replay in enumerate(batch.unverified[run.first]):
-                    self.conv[layer, run.slot], self.recurrent[layer, run.slot] = replay(count)
+            counts.append(max(0, kept[first] - (run.first - first)))
+        if batch.replay is not None:
+            batch.replay(counts)
+            return
+        for run, count in zip(runs, counts, strict=True):
+            for layer, replay in enumerate(batch.unverified[run.first] if count else ()):
+                self.conv[layer, run.slot], self.recurrent[layer, run.slot] = replay(count)
 
     def _set(self, slot: int, content: torch.Tensor) -> None:
         """Set the states in a slot from the bytes that `keep` made of one."""

@@ -162,6 +162,35 @@ CASES = [
     ),
     Case("phi4", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', calls=[("now", "{}")]),
     Case(
+        "gemma4",
+        "<|channel>thought\nHm, weather.\n<channel|>I look."
+        '<|tool_call>call:get_weather{city:<|"|>Pa"}\\ris<|"|>,days:-1,exact:true,where:{at:[1,<|"|>x<|"|>],to:{}}}'
+        "<tool_call|><|tool_call>call:now{}<tool_call|><|tool_response>",
+        content="I look.",
+        reasoning="Hm, weather.",
+        calls=[
+            (
+                "get_weather",
+                '{"city": "Pa\\"}\\\\ris", "days": -1, "exact": true, "where": {"at": [1, "x"], "to": {}}}',
+            ),
+            ("now", "{}"),
+        ],
+    ),
+    Case(
+        "gemma4",
+        'So.\n<channel|><|tool_call>call:get_weather{"city": "Pa\\"ris" , '
+        'where:{ <|"|>a b<|"|>: NaN, c:null}}<tool_call|>',
+        reasoning="So.",
+        calls=[("get_weather", '{"city": "Pa\\"ris", "where": {"a b": "NaN", "c": null}}')],
+        prompt="<|turn>model\n<|channel>thought\n",
+    ),
+    Case(
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Par',
+        calls=[("get_weather", '{"city": "Par')],
+    ),
+    Case("gemma4", "a <| b {c:1} <|tool_call>get", content="a <| b {c:1} <|tool_call>get"),
+    Case(
         "harmony",
         "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>',

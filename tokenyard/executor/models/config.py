@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 """In the order in which the native library numbers them."""
+MAX_CONV = 16
+"""Most tokens that a convolution of the native library sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +298,18 @@ class ModelConfig:
         return tuple(layer for layer in range(self.num_layers) if layer not in others)
 
     @property
+    def torch_layers(self) -> str:
+        """What this model has that only torch's layers compute; "" for nothing."""
+        special = {
+            "latent attention": self.latent,
+            "layers that share keys and values": self.kv_sources,
+            f"convolutions over more than {MAX_CONV} tokens": self.recurrent and self.recurrent.kernel > MAX_CONV,
+        }
+        return next((name for name, having in special.items() if having), "")
+
+    @property
     def special_layers(self) -> str:
-        """What this model has that only torch's layers compute, undivided; "" for nothing."""
+        """What this model has that ranks cannot divide; "" for nothing."""
         if self.recurrent is not None:
             return f"recurrent states ({self.recurrent.plural})"
         special = {

@@ -5,6 +5,7 @@ The reverse of vLLM's `stacked_params_mapping`.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ _GRANITE_MLP = re.compile(
     r"(model\.layers\.\d+\.)mlp\.(?:experts\.(\d+)\.|shared_expert\.)?(gate|up|down)_proj\.weight"
 )
 MXFP4 = FORMATS["MXFP4"]
+QUERY_GATE = "q_gate"
+"""The name of the gates of what a head of queries attends to, which a checkpoint has in q_proj."""
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
@@ -194,6 +197,43 @@ class InterleavedDeltaNet:
         parts = torch.split(whole.view(heads, sum(sizes), shape[1]), sizes, dim=1)
         wanted = {"qkv": parts[:3], "z": parts[3:], "b": parts[:1], "a": parts[1:]}[part]
         return torch.cat([each.flatten(0, 1) for each in wanted])
+
+
+class QueriesAndGates:
+    """See Weights. q_proj is the queries alone, and their output gates are a matrix of their own, QUERY_GATE."""
+
+    def __init__(self, source: Weights, config: ModelConfig) -> None:
+        self._source, self._heads, self._head_dim = source, config.num_heads, config.head_dim
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights."""
+        stored, gates = self._stored(name)
+        if not stored:
+            return self._source.get(name, shape)
+        found = self._source.get(stored, (2 * shape[0], *shape[1:]))
+        return found.view(self._heads, 2, self._head_dim, *shape[1:])[:, int(gates)].reshape(shape)
+
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
+        """See PackedSource."""
+        if not isinstance(self._source, PackedSource):
+            return None
+        stored, gates = self._stored(name)
+        if not stored:
+            return self._source.packed(name, shape)
+        whole = self._source.packed(stored, (2 * shape[0], shape[1]))
+        if whole is None:
+            return None
+        heads = self._heads, 2, self._head_dim
+
+        def read() -> PackedBytes:
+            return whole.read().reshape(*heads, -1)[:, int(gates)].reshape(shape[0], -1)
+
+        return replace(whole, shape=shape, read=read)
+
+    def _stored(self, name: str) -> tuple[str, bool]:
+        """The checkpoint's tensor with the rows of `name`, "" for the one of that name, and whether they are gates."""
+        gates = f".{QUERY_GATE}." in name
+        return name.replace(QUERY_GATE, "q_proj") if gates or ".q_proj." in name else "", gates
 
 
 class FusedExperts:

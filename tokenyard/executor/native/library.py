@@ -35,10 +35,13 @@ class NativeConfig(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("inter", "heads", "kv_heads", "head_dim", "rotated", "gate")),
         ("embedding_format", ctypes.c_int32),
         ("kv_format", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("shared", "output_gate")),
         *((name, ctypes.c_float) for name in ("eps", "gate_limit", "embedding_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
+        *((name, ctypes.c_float) for name in ("residual_scale", "logit_scale")),
         ("vocabulary", ctypes.c_int64),
         *((name, Pointer) for name in ("windows", "cos_sin", "experts", "expert_layers")),
+        *((name, Pointer) for name in ("recurrent", "recurrent_layers")),
     )
 
 
@@ -64,6 +67,30 @@ class NativeStep(ctypes.Structure):
         ("window_slots", Pointer),
         ("window_table", Pointer),
         ("window_table_stride", ctypes.c_int64),
+        ("states", Pointer),
+    )
+
+
+class NativeRecurrent(ctypes.Structure):
+    """ty_recurrent of src/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "groups", "heads", "key_dim", "value_dim")),
+        *((name, ctypes.c_int32) for name in ("kernel", "channels")),
+        *((name, ctypes.c_float) for name in ("step_min", "step_max")),
+    )
+
+
+class NativeStates(ctypes.Structure):
+    """ty_states of src/api.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        *((name, Pointer) for name in ("firsts", "sources", "run_ends", "counts", "target_ends", "targets")),
+        *((name, Pointer) for name in ("conv", "recurrent")),
+        *((name, ctypes.c_int64) for name in ("conv_bytes", "recurrent_bytes")),
+        ("kept", Pointer),
+        ("kept_tokens", ctypes.c_int64),
     )
 
 
@@ -100,7 +127,8 @@ class Library:
             _declare(self.functions)
         except (OSError, AttributeError) as error:
             raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
-        sizes = [ctypes.sizeof(kind) for kind in (NativeConfig, NativeStep, NativeAttentionTask, NativeMoeLayers)]
+        kinds = NativeConfig, NativeStep, NativeAttentionTask, NativeMoeLayers, NativeRecurrent, NativeStates
+        sizes = [ctypes.sizeof(kind) for kind in kinds]
         if sizes != [self.functions.ty_size_of(i) for i in range(len(sizes))]:
             raise NoLibraryError(f"{path} was built from other sources")
         self.path = path
@@ -215,6 +243,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_model_step": (number, [pointer, ctypes.POINTER(NativeStep)]),
         "ty_model_logits": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_residual": (number, [pointer, pointer, numbers, pointer]),
+        "ty_model_replay": (number, [pointer, ctypes.POINTER(NativeStates)]),
         "ty_model_free": (None, [pointer]),
         "ty_experts_new": (pointer, [pointer, number, ctypes.POINTER(NativeMoeLayers)]),
         "ty_experts_linear": (None, [pointer, number, number, pointer, pointer]),

@@ -9,8 +9,8 @@ from tokenyard.executor.lora_weights import LoraWeights, Shapes, projection_shap
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.native.runtime import address
 
-PRODUCTS = ("qkv", "output", "gate_up", "down")
-"""Names in FUSED of the library's products, in its order."""
+PRODUCTS = (("qkv", "mixer_in"), ("output", "mixer_out"), ("gate_up",), ("down",))
+"""Names in FUSED of the library's products, in its order. A layer has one of each at most."""
 
 
 class NativeLoraPool:
@@ -27,10 +27,10 @@ class NativeLoraPool:
         """Copy an adapter into a slot; see LoraMemoryPool."""
         for layer in range(self._decoder.config.num_layers):
             shapes = projection_shapes(self._decoder.config, layer)
-            for which, product in enumerate(PRODUCTS):
+            for which, products in enumerate(PRODUCTS):
+                own = {name: shapes[name] for product in products for name in FUSED[product] if name in shapes}
                 # Experts have no adapters.
-                if FUSED[product][0] in shapes:
-                    own = {name: shapes[name] for name in FUSED[product] if name in shapes}
+                if own:
                     self._put(slot, layer, which, own, weights)
 
     def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:

@@ -24,9 +24,19 @@ from tokenyard.executor.layers.rotary import rotary_table
 from tokenyard.executor.models.config import ACTIVATIONS, ModelConfig
 from tokenyard.executor.models.decoder import norm_names
 from tokenyard.executor.models.parts import fused_parts
+from tokenyard.executor.models.stacked_params import QUERY_GATE, QueriesAndGates
 from tokenyard.executor.native.library import DOWN, GATE_UP, HEAD, OUTPUT, QKV, ROUTER, NativeConfig, NativeStep
 from tokenyard.executor.native.moe import NO_MEMORY, describe_moe, expert_products, with_addresses
+from tokenyard.executor.native.recurrent import (
+    NativeStateRows,
+    describe_recurrent,
+    product_size,
+    recurrent_products,
+    recurrent_vectors,
+    rows_of,
+)
 from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, check, describe_step, int32s
+from tokenyard.executor.state_pool import StateBatch
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -34,7 +44,8 @@ logger = logging.getLogger(__name__)
 KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 """The library's numbers of pools of bytes."""
 EMBEDDING = "model.embed_tokens"
-ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, AFTER_ATTENTION, AFTER_MLP, SINKS, LAST_NORM = range(8)
+ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, AFTER_ATTENTION, AFTER_MLP, SINKS, SHARED_GATE = range(8)
+LAST_NORM = 14
 
 
 class _Linear(NamedTuple):
@@ -85,6 +96,7 @@ class NativeDecoder:
         self.engine, self.config, self.dtype = engine, config, dtype
         self._unpacked = INT8 if int8 else STORED
         self.adapters: npt.NDArray[np.int32] | None = None
+        weights = QueriesAndGates(weights, config) if config.output_gate else weights
         self._memory = memory
         self._kv_format = KV_FORMATS.get(kv_dtype, 0) if kv_dtype is not None else 0
         self._embedding_rows = self._packed_embedding(weights)
@@ -133,6 +145,8 @@ class NativeDecoder:
         tables = (ctypes.c_void_p * len(layers))(*(address(self._cos_sin[rope]) for rope in config.ropes))
         experts = None if config.experts is None else describe_moe(config, dtype, int8=int8)
         having = int32s(tuple(self._has_experts(layer) for layer in layers))
+        recurrent = None if config.recurrent is None else describe_recurrent(config.recurrent)
+        recurring = int32s(tuple(self._has_state(layer) for layer in layers))
         # As transformers has it, in the dtype of the weights.
         embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         wanted = NativeConfig(
@@ -146,12 +160,16 @@ class NativeDecoder:
             head_dim=config.head_dim,
             rotated=2 * self._cos_sin[config.ropes[0]].shape[-1],
             gate=ACTIVATIONS.index(config.activation),
+            shared=0 if config.experts is None else config.experts.shared_size,
+            output_gate=config.output_gate,
             eps=config.norm_eps,
             gate_limit=config.gate_limit,
             embedding_scale=embedding_scale,
             attention_scale=config.score_scale,
             attention_softcap=config.attention_softcap,
             logit_softcap=config.logit_softcap,
+            residual_scale=config.residual_scale,
+            logit_scale=config.logit_scale,
             vocabulary=config.vocab_size,
             windows=ctypes.addressof(windows),
             embedding_format=STORED if self._embedding_rows is None else self._embedding_rows.format.number,
@@ -159,6 +177,8 @@ class NativeDecoder:
             cos_sin=ctypes.addressof(tables),
             experts=None if experts is None else ctypes.addressof(experts),
             expert_layers=ctypes.addressof(having),
+            recurrent=None if recurrent is None else ctypes.addressof(recurrent),
+            recurrent_layers=ctypes.addressof(recurring),
         )
         made = self.engine.functions.ty_model_new(self.engine.pool, self.engine.level, ctypes.byref(wanted))
         if not made:
@@ -168,22 +188,35 @@ class NativeDecoder:
     def _linears(self) -> Iterator[_Linear]:
         """All products of the model."""
         config = self.config
-        hidden, inter = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden = config.hidden_size
         for layer in range(config.num_layers):
-            attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-            qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
-            yield _Linear(layer, QKV, -1, qkv, hidden, config.qkv_bias)
-            yield _Linear(layer, OUTPUT, -1, {f"{attention}.o_proj": hidden}, q_size, config.output_bias)
+            mlp, inter = f"model.layers.{layer}.mlp", config.intermediate_size
+            if config.recurrent is not None and self._has_state(layer):
+                inputs, output, bias = recurrent_products(config, config.recurrent, layer)
+                yield _Linear(layer, QKV, -1, inputs, hidden, bias)
+                yield _Linear(layer, OUTPUT, -1, *output, bias)
+            else:
+                yield from self._attention_linears(layer)
             if config.experts is not None and self._has_experts(layer):
                 for product in expert_products(config, layer):
                     yield _Linear(layer, *product, config.experts.bias)
-                continue
+                mlp, inter = f"{mlp}.shared_expert", config.experts.shared_size
+                if not inter:
+                    continue
             gate_up = {f"{mlp}.gate_proj": inter, f"{mlp}.up_proj": inter}
             yield _Linear(layer, GATE_UP, -1, gate_up, hidden, config.mlp_bias)
             yield _Linear(layer, DOWN, -1, {f"{mlp}.down_proj": hidden}, inter, config.mlp_bias)
         head = EMBEDDING if config.tied_embeddings else "lm_head"
         yield _Linear(0, HEAD, -1, {head: config.vocab_size}, hidden, bias=False)
+
+    def _attention_linears(self, layer: int) -> Iterator[_Linear]:
+        config, prefix = self.config, f"model.layers.{layer}.self_attn"
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
+        if config.output_gate:
+            qkv[f"{prefix}.{QUERY_GATE}"] = q_size
+        yield _Linear(layer, QKV, -1, qkv, config.hidden_size, config.qkv_bias)
+        yield _Linear(layer, OUTPUT, -1, {f"{prefix}.o_proj": config.hidden_size}, q_size, config.output_bias)
 
     def _load_linears(self, weights: Weights) -> int:
         """Lay out the weights of all products, and take the embedding unless the head's weights are the same numbers;
@@ -265,6 +298,9 @@ class NativeDecoder:
         experts = self.config.experts
         return experts is not None and layer in experts.layers
 
+    def _has_state(self, layer: int) -> bool:
+        return self.config.recurrent is not None and layer in self.config.recurrent.layers
+
     def _take_vectors(self, weights: Weights, layer: int) -> None:
         config, prefix = self.config, f"model.layers.{layer}"
         attention, names = f"{prefix}.self_attn", norm_names(config)
@@ -273,6 +309,14 @@ class NativeDecoder:
         for which, name in norms.items():
             if name:
                 self._norm(layer, which, weights.get(f"{prefix}.{name}.weight", (config.hidden_size,)))
+        experts = config.experts if self._has_experts(layer) else None
+        if experts is not None and experts.shared_size and experts.shared_gated:
+            gate = weights.get(f"{prefix}.mlp.shared_expert_gate.weight", (1, config.hidden_size))
+            self._vector(layer, SHARED_GATE, gate)
+        if config.recurrent is not None and self._has_state(layer):
+            for which, numbers in recurrent_vectors(config.recurrent, weights, layer).items():
+                self._vector(layer, which, numbers)
+            return
         if config.qk_norm:
             self._norm(layer, Q_NORM, weights.get(f"{attention}.q_norm.weight", (config.head_dim,)))
             self._norm(layer, K_NORM, weights.get(f"{attention}.k_norm.weight", (config.head_dim,)))
@@ -306,10 +350,25 @@ class NativeModel:
         logits = self.logits_buffer[:wanted]
         step = describe_step(batch, self._pool, self._pages, logits, fixed_order=self._fixed_order)
         self._describe_windows(step, batch)
+        states = None if batch.states is None else self._states(batch.states)
+        step.states = None if states is None else ctypes.addressof(states.described)
         adapters = self._decoder.adapters
         step.adapters = None if adapters is None else adapters.ctypes.data
         check(self._functions.ty_model_step(self._decoder.model, ctypes.byref(step)))
         return logits
+
+    def _states(self, batch: StateBatch) -> NativeStateRows:
+        """Describe the states of a step, and how those of rows that verify drafts are computed again."""
+        own = self._decoder.config.recurrent
+        assert own is not None
+        found = NativeStateRows(batch.pool, rows_of(batch), product_size(own))
+        if found.kept_runs:
+            batch.replay = partial(self._replay, found)
+        return found
+
+    def _replay(self, states: NativeStateRows, counts: Sequence[int]) -> None:
+        again = states.again(counts)
+        check(self._functions.ty_model_replay(self._decoder.model, ctypes.byref(again.described)))
 
     def _describe_windows(self, step: NativeStep, batch: ForwardBatch) -> None:
         """Describe where keys and values of layers with a window lie if they have a separate pool."""

@@ -12,6 +12,7 @@ A format is a set of regions. Each region defines the kind of its text and the m
     arguments  JSON arguments, passed on unchanged
     objects    one or more JSON objects with name and arguments
     pythonic   [name(key=value, ...), ...]
+    braces     arguments key:value, ... after their first brace, with strings between `quote`
     key        the name of one argument
     value      its value, typed by the tool's schema
 
@@ -34,6 +35,7 @@ Kind = Literal[
     "arguments",
     "objects",
     "pythonic",
+    "braces",
     "key",
     "value",
 ]
@@ -51,6 +53,7 @@ class Region:
     pattern: for `name`, the pattern of the name and an id.
     in_call: for `skip`, whether the call continues after it.
     known: only names of the request's tools count.
+    quote: for `braces`, what begins and ends a string.
     """
 
     kind: Kind
@@ -61,6 +64,7 @@ class Region:
     pattern: str = ""
     in_call: bool = False
     known: bool = False
+    quote: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,4 +121,5 @@ class OutputFormat:
     @property
     def markers(self) -> set[str]:
         """All markers. The detokenizer must keep those that are special tokens."""
-        return {marker for region in self.regions.values() for marker in region.edges}
+        quotes = {region.quote for region in self.regions.values() if region.quote}
+        return quotes | {marker for region in self.regions.values() for marker in region.edges}

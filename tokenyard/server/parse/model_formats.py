@@ -242,6 +242,26 @@ PHI4 = OutputFormat(
     ),
 )
 
+_GEMMA4 = {"<|tool_call>": "name", "<|tool_response>": "end"}
+
+GEMMA4 = OutputFormat(
+    "gemma4",
+    {
+        "start": Region("start", {"<|channel>": "header", **_GEMMA4}),
+        "header": Region("header", {"\n": "content", "<channel|>": "content"}, routes=((r"", "reasoning"),)),
+        "reasoning": Region("reasoning", {"<channel|>": "start", **_GEMMA4}),
+        "content": Region("content", {"<|channel>": "header", **_GEMMA4}),
+        "name": Region(
+            "name", {"{": "arguments", "<tool_call|>": "start"}, pattern=r"(?P<id>)call:\s*(?P<name>[\w.-]+)"
+        ),
+        "arguments": Region("braces", {"<tool_call|>": "start", **_GEMMA4}, quote='<|"|>'),
+        "end": Region("skip", {}),
+    },
+    detect=("<|tool_call>", '<|"|>'),
+    opened=((r"<\|channel>thought\n$", "reasoning"),),
+    thinks=("<|channel>thought\n", "<channel|>"),
+)
+
 _HARMONY = {"<|channel|>": "header", "<|start|>": "header"}
 
 HARMONY = OutputFormat(
@@ -274,6 +294,7 @@ FAMILIES: dict[str, OutputFormat] = {
     family.name: family
     for family in (
         HARMONY,
+        GEMMA4,
         KIMI,
         MINIMAX,
         GLM,

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tokenyard.server.parse.argument_types import as_json, is_text, parameter_schema
+from tokenyard.server.parse.braces import BracesScan
 from tokenyard.server.parse.events import (
     ContentText,
     Event,
@@ -26,7 +27,7 @@ from tokenyard.server.parse.pythonic import ListScan, read_calls
 
 SEPARATORS = SPACE + ",;[]"
 PLAIN: dict[str, type[ContentText] | type[ReasoningText]] = {"content": ContentText, "reasoning": ReasoningText}
-CALL_KINDS = frozenset({"name", "id", "arguments", "objects", "pythonic", "key", "value"})
+CALL_KINDS = frozenset({"name", "id", "arguments", "objects", "pythonic", "braces", "key", "value"})
 
 
 class Searcher:
@@ -129,13 +130,15 @@ class OutputParser:
                     moved = self._read_objects(final)
                 case "pythonic":
                     moved = self._read_pythonic(final)
+                case "braces":
+                    moved = self._read_braces(final)
                 case _:
                     moved = self._read_marked(final)
 
     def _enter(self, name: str, marker: str = "") -> None:
         """Enter a region. A call that does not continue in it ends."""
         region = self._regions[name]
-        inside = region.kind in ("arguments", "key", "value") or region.in_call
+        inside = region.kind in ("arguments", "braces", "key", "value") or region.in_call
         if not inside:
             self._end_call()
         if region.kind in ("reasoning", "skip", "header") or region.kind in CALL_KINDS:
@@ -155,6 +158,8 @@ class OutputParser:
             self._scan = ValueScan()
         elif region.kind == "pythonic":
             self._scan = ListScan()
+        elif region.kind == "braces":
+            self._scan = BracesScan(region.quote)
 
     def _read_start(self, final: bool) -> bool:
         """Select the region by the first text that is not white space."""
@@ -218,7 +223,7 @@ class OutputParser:
                     self._name = name
                     if self._regions[target].kind != "id":
                         self._start_call(name, call_id)
-                        self._in_json = self._regions[target].kind == "arguments"
+                        self._in_json = self._regions[target].kind in ("arguments", "braces")
                 else:
                     self._raw += marker
                     self._treat_as_content()
@@ -422,6 +427,16 @@ class OutputParser:
         if not self._region.edges:
             self._enter("content")
         return True
+
+    def _read_braces(self, final: bool) -> bool:
+        """Pass arguments on as JSON. Once they are complete only the next marker counts."""
+        scan: BracesScan = self._scan
+        if scan.done:
+            return self._read_marked(final)
+        end, found = scan.scan(self._text, final)
+        self._arguments(found if self._sent else "{" + found)
+        self._text = self._text[end:]
+        return scan.done
 
     def _treat_as_content(self) -> bool:
         """Emit the text of something that turned out not to be a call as content."""

@@ -119,7 +119,8 @@ ty::Pool &pool_of(void *pool) { return *(ty::Pool *)pool; }
 }  // namespace
 
 int64_t ty_size_of(int which) {
-    const int64_t sizes[] = {sizeof(ty_config), sizeof(ty_step), sizeof(ty_attention), sizeof(ty_experts)};
+    const int64_t sizes[] = {sizeof(ty_config), sizeof(ty_step), sizeof(ty_attention), sizeof(ty_experts),
+                             sizeof(ty_recurrent), sizeof(ty_states)};
     return sizes[which];
 }
 
@@ -222,6 +223,10 @@ int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *lo
 
 int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *residual) {
     return guarded([&] { ((ty::Model *)model)->residual_of_last(tokens, count, residual); });
+}
+
+int ty_model_replay(void *model, const ty_states *states) {
+    return guarded([&] { ((ty::Model *)model)->replay(*states); });
 }
 
 void ty_model_free(void *model) { delete (ty::Model *)model; }

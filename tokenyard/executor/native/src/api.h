@@ -18,7 +18,12 @@ enum {
 enum { TY_KV_STORED, TY_KV_INT8, TY_KV_E4M3, TY_KV_E5M2, TY_KV_FORMATS };
 enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD, TY_ROUTER };
 enum { TY_SILU, TY_GELU, TY_CLAMPED };
-enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_AFTER_ATTENTION, TY_AFTER_MLP, TY_SINKS, TY_LAST_NORM };
+enum {
+    TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_AFTER_ATTENTION, TY_AFTER_MLP, TY_SINKS, TY_SHARED_GATE,
+    TY_CONV, TY_CONV_BIAS, TY_DECAY, TY_STEP_BIAS, TY_SKIP, TY_MIXER_NORM, TY_LAST_NORM
+};
+enum { TY_DELTA_NET, TY_MAMBA2, TY_SHORT_CONV };
+enum { TY_MAX_CONV = 16 };  // most tokens that a convolution sees
 
 // Layers of experts, all alike; see ExpertFacts in experts.h. gate: one of TY_SILU, TY_GELU, TY_CLAMPED.
 struct ty_experts {
@@ -26,27 +31,59 @@ struct ty_experts {
     float gate_limit;
 };
 
+// Layers with a recurrent state in the place of attention, all alike. Their product TY_QKV gives, one after the other,
+// of TY_DELTA_NET: queries and keys (groups * key_dim each) and values (heads * value_dim), which are the `channels` of
+// a convolution over `kernel` tokens; a gate for each value; for each head how much of a token is written, and the step of
+// the decay. Of TY_MAMBA2: the gate; values (heads * value_dim), how groups of heads write and read (groups * key_dim
+// each), which are the channels; the step of each head, within step_min and step_max. Of TY_SHORT_CONV: channels that are
+// multiplied with the third part before the convolution, and with the second after it.
+struct ty_recurrent {
+    int32_t kind, groups, heads, key_dim, value_dim, kernel, channels;
+    float step_min, step_max;
+};
+
 // int8: products take weights rounded to int8 where ty_model_parts names no format. rotated: dimensions of a head that
 // are. gate, gate_limit: see ty_experts. embedding_format: TY_STORED or a packed one. kv_format: of the pool.
 // embedding_scale: on embeddings. attention_scale, attention_softcap: see Attending in kernels.h; logit_softcap likewise,
 // of logits. windows: int32[layers], tokens that a query sees, 0 for all. cos_sin:
 // float[positions, rotated] for each layer, which must outlive the model. experts: null for none; expert_layers:
-// int32[layers], whether a layer has experts in the place of gate, up and down.
+// int32[layers], whether a layer has experts in the place of gate, up and down. shared: intermediate size of an expert
+// that each token of such a layer takes, which is its gate, up and down; 0 for none. output_gate: whether q, k and v end
+// with gates of what attention finds. residual_scale: on what is added to the residual stream; logit_scale likewise, of
+// logits. recurrent: null for none; recurrent_layers: int32[layers], whether a layer is one.
 struct ty_config {
     int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim, rotated, gate, embedding_format, kv_format;
-    float eps, gate_limit, embedding_scale, attention_scale, attention_softcap, logit_softcap;
+    int32_t shared, output_gate;
+    float eps, gate_limit, embedding_scale, attention_scale, attention_softcap, logit_softcap, residual_scale, logit_scale;
     int64_t vocabulary;
     const int32_t *windows;
     const float *const *cos_sin;
     const ty_experts *experts;
     const int32_t *expert_layers;
+    const ty_recurrent *recurrent;
+    const int32_t *recurrent_layers;
+};
+
+// The states of a step's rows. Row r is runs run_ends[r] .. run_ends[r + 1] - 1 of tokens, one after the other from token
+// firsts[r] on; it continues the state in slot sources[r], or none for -1. After a run of counts[run] tokens the state
+// goes to slots targets[target_ends[run]] .. targets[target_ends[run + 1] - 1]. A run without targets is the last of its row; kept
+// takes what its product found: float[layers with a state, kept_tokens, outputs of the product], run after run. conv:
+// [layer][slot, kernel - 1, channels] as stored; recurrent: float[layer][slot, heads, ...], of a delta net [key_dim, value_dim], of
+// Mamba-2 [value_dim, key_dim]. They have conv_bytes and recurrent_bytes from one layer to the next.
+struct ty_states {
+    int64_t rows;
+    const int64_t *firsts, *sources, *run_ends, *counts, *target_ends, *targets;
+    void *conv, *recurrent;
+    int64_t conv_bytes, recurrent_bytes;
+    float *kept;
+    int64_t kept_tokens;
 };
 
 // kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between two planes. See Rows in ops.h.
 // token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits: float[logit_count,
 // vocabulary], of the tokens logit_tokens. adapters: int32[tokens], the slot of each token's adapter from 1, or 0 for
 // none; null where none has one. window_kv: the pool of the layers with a window where those have one, in
-// which layers count by themselves, with window_slots and window_table for it; else null.
+// which layers count by themselves, with window_slots and window_table for it; else null. states: of layers that have one.
 struct ty_step {
     int64_t tokens, rows, logit_count;
     const int64_t *token_ids, *positions, *slots, *pool_rows, *starts, *counts, *logit_tokens;
@@ -62,6 +99,7 @@ struct ty_step {
     const int64_t *window_slots;
     const int32_t *window_table;
     int64_t window_table_stride;
+    const ty_states *states;
 };
 
 // Attention by itself: q and out are active[tokens, heads * head_dim], keys and values of one layer. See Attending in
@@ -74,7 +112,7 @@ struct ty_attention {
     const float *sinks;
 };
 
-// Of ty_config, ty_step, ty_attention, ty_experts: a check that both sides mean the same.
+// Of ty_config, ty_step, ty_attention, ty_experts, ty_recurrent, ty_states: a check that both sides mean the same.
 TY_API int64_t ty_size_of(int which);
 TY_API int ty_best_level(void);        // the best kernels that this CPU can run
 TY_API const char *ty_level_name(int level);  // null where the library or the CPU lacks it
@@ -109,7 +147,9 @@ TY_API void ty_model_linear(void *model, int layer, int which, int expert, int p
 // The embedding, [vocabulary, hidden] in the format of the config, which must outlive the model. Without one the weights of
 // the head, which must be stored, are the embedding too.
 TY_API void ty_model_embedding(void *model, const void *table);
-// TY_Q_NORM, TY_K_NORM: float[head_dim]; TY_SINKS: float[heads], see Attending; the other norms: float[hidden].
+// TY_Q_NORM, TY_K_NORM: float[head_dim]; TY_SINKS: float[heads], see Attending; the other norms: float[hidden]. See
+// Convolving, Recurring and Gating of the vectors from TY_CONV to TY_MIXER_NORM. TY_SHARED_GATE: float[hidden], the gate
+// of the shared expert, which has none where this is not set.
 TY_API void ty_model_vector(void *model, int layer, int which, const float *numbers);
 // Room for `slots` adapters of ranks up to `rank`, once for a model; returns the bytes that each takes, -1 where memory ran out.
 TY_API int64_t ty_model_slots(void *model, int slots, int64_t rank);
@@ -120,6 +160,9 @@ TY_API void ty_model_adapter(void *model, int slot, int layer, int which, int64_
 TY_API int ty_model_step(void *model, const ty_step *step);
 TY_API int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *logits);
 TY_API int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *residual);
+// Compute the states of rows again, without anything else: of the tokens kept in `states`, whose rows and runs say how many of
+// them.
+TY_API int ty_model_replay(void *model, const ty_states *states);
 TY_API void ty_model_free(void *model);
 
 // A layer of experts by itself. x: active[rows, hidden], out: float[rows, hidden]. which, expert: see Experts::linear.

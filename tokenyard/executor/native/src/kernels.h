@@ -15,6 +15,7 @@ constexpr int MAX_HEAD_DIM = 256;
 constexpr int KEY_BLOCK = 64;      // keys that attend at once
 constexpr int MAX_WIDTH = 16;      // most outputs in a panel
 constexpr float NOTHING = -1e30f;  // a score that no key has
+constexpr int STATE_COLUMNS = 32;  // of a recurrent state that are computed at once
 
 enum Epilogue { STORE, ADD, SILU, GELU, CLAMPED };
 
@@ -106,7 +107,8 @@ struct Mixing {
 
 // What comes after the product of q, k and v, for tokens first .. last - 1: norms of heads (null for none), rotation,
 // and the way into the pool. qkv: float[tokens, (heads + 2 * kv_heads) * head_dim]. cos_sin: float[positions, rotated],
-// cosines then sines, for the first `rotated` dimensions of each head; the others stay as they are. slots: where the tokens' keys and values go. keys, values: [slot, kv_heads, head_dim] as stored, or bytes
+// cosines then sines, for the first `rotated` dimensions of each head; the others stay as they are. ldq: numbers from one
+// token to the next in qkv. slots: where the tokens' keys and values go. keys, values: [slot, kv_heads, head_dim] as stored, or bytes
 // with a scale behind each head; see kv_bytes.inc.
 struct Placing {
     float *qkv;
@@ -117,6 +119,7 @@ struct Placing {
     void *keys, *values;
     void *q;
     int heads, kv_heads, head_dim, rotated;
+    int64_t ldq;
 };
 
 // Attention in one layer. q, out: active[tokens, heads * head_dim]. keys, values: [slot, kv_heads, head_dim] as stored, or bytes
@@ -162,6 +165,50 @@ struct Chunk {
     int64_t position;
     int kv_head;
     void *space;  // chunk_space bytes
+};
+
+// The convolution of channels of a layer with a recurrent state, over what a product found: in, float[tokens, ldi]. times: what that is
+// multiplied with before, null for nothing. weights: float[kernel, channels], the oldest token first. bias: float[channels]
+// or null. states: [slot, kernel - 1, channels] as stored, the last inputs. out: float[tokens, channels].
+struct Convolving {
+    const float *in;
+    int64_t ldi;
+    const float *times, *weights, *bias;
+    int kernel;
+    int64_t channels;
+    bool silu;
+    void *states;
+    float *out;
+};
+
+// The recurrence of a layer. mixed: float[tokens, channels], what the convolution found: queries and keys, of length one,
+// and values (delta net), or values and how heads write and read (Mamba-2). The outputs take the place of the values, which
+// begin at `values`. steps, strengths: float[tokens, ldi], what a product found for each head of the decay and, of a
+// delta net, how much of a token is written. decay, step_bias, skip: float[heads], the latter of Mamba-2. factors:
+// float[tokens, heads, 2], what remains of the state and what part of a token is written. states: float[slot, heads, ...].
+struct Recurring {
+    const ty_recurrent *facts;
+    float *mixed;
+    int64_t values;
+    const float *steps, *strengths;
+    int64_t ldi;
+    const float *decay, *step_bias, *skip;
+    float *factors;
+    float *states;
+};
+
+// out[rows, size] (active) = x[rows, ldx] normed in parts of `part` and gated by silu(gate[rows, ldg]): norm[part] before
+// the gate, or norm[size] after it. Where there is no norm, x * gate.
+struct Gating {
+    float *x;
+    int64_t ldx;
+    const float *gate;
+    int64_t ldg;
+    const float *norm;
+    bool gate_first;
+    int64_t size, part;
+    float eps;
+    void *out;
 };
 
 // One way to lay out weights for products.
@@ -212,6 +259,14 @@ struct TypedKernels {
     KvKernels kv[TY_KV_FORMATS];
     int64_t (*chunk_space)(int head_dim, int rows);
     void (*attend_chunk)(const Attending &job, const Chunk &chunk);
+    // Channels begin .. end - 1 of one row with a state, and the last inputs after its runs.
+    void (*convolve)(const Convolving &job, const ty_states &rows, int64_t row, int64_t begin, int64_t end);
+    void (*gate_rows)(const Gating &job, int64_t first, int64_t last);
+    // x[rows, size] (active) *= sigmoid(gate[rows, ldg])
+    void (*gate_attended)(void *x, const float *gate, int64_t ldg, int64_t size, int64_t first, int64_t last);
+    // x[rows, size] (active) *= sigmoid(of * weights), of: active[rows, hidden]
+    void (*gate_shared)(void *x, int64_t size, const void *of, const float *weights, int64_t hidden, int64_t first,
+                        int64_t last);
 };
 
 // Tokens to draw from logits: float[rows, stride], of which each row has `vocabulary`.
@@ -238,7 +293,20 @@ struct Kernels {
     void (*soften)(float *x, int64_t count, float cap);
     // The token; the vocabulary's last where a logit is NaN or none is finite.
     int64_t (*draw)(const Drawing &job, const Draw &one, float *space);
+    // to[count] = x * by, the second one added to what is there.
+    void (*scale)(const float *x, float by, float *to, int64_t count);
+    void (*add_scaled)(const float *x, float by, float *to, int64_t count);
+    // Give heads of `size` numbers, `stride` from one to the next, the length `factor`.
+    void (*unit_heads)(float *x, int64_t stride, int64_t count, int size, float factor);
+    // The factors of tokens first .. last - 1.
+    void (*state_factors)(const Recurring &job, int64_t first, int64_t last);
+    // One head of one row, and its state after the runs. space: see state_space.
+    void (*delta)(const Recurring &job, const ty_states &rows, int64_t row, int head, float *space);
+    void (*scan)(const Recurring &job, const ty_states &rows, int64_t row, int head, float *space);
 };
+
+// Floats of working space that a recurrence needs.
+constexpr int64_t state_space(const ty_recurrent &facts) { return round_up(facts.key_dim, MAX_WIDTH) * STATE_COLUMNS; }
 
 // Null where the library has no such kernels.
 const Kernels *plain_kernels();

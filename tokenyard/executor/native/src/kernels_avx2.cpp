@@ -21,6 +21,7 @@
 #include "kv_bytes.inc"
 #include "rows.inc"
 #include "experts.inc"
+#include "recurrent.inc"
 #include "attention.inc"
 #include "dispatch.inc"
 

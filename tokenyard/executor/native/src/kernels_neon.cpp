@@ -22,6 +22,7 @@
 #include "kv_bytes.inc"
 #include "rows.inc"
 #include "experts.inc"
+#include "recurrent.inc"
 #include "attention.inc"
 #include "dispatch.inc"
 

@@ -19,5 +19,6 @@
 #include "kv_bytes.inc"
 #include "rows.inc"
 #include "experts.inc"
+#include "recurrent.inc"
 #include "attention.inc"
 #include "dispatch.inc"

@@ -17,25 +17,35 @@ const TypedKernels &typed_of(const Kernels &kernels, int dtype) {
 Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
     : pool_(pool), all_(kernels), kernels_(typed_of(kernels, config.dtype)), config_(config),
       q_size_((int64_t)config.heads * config.head_dim), kv_size_((int64_t)config.kv_heads * config.head_dim),
-      active_bytes_(kernels_.active_is_bf16 ? 2 : 4), layers_((size_t)config.layers),
+      qkv_size_(2 * kv_size_ + (config.output_gate ? 2 : 1) * q_size_), active_bytes_(kernels_.active_is_bf16 ? 2 : 4), layers_((size_t)config.layers),
       attention_(pool, kernels_, config.kv_format, config.heads, config.kv_heads, config.head_dim),
       window_attention_(pool, kernels_, config.kv_format, config.heads, config.kv_heads, config.head_dim) {
     const int64_t hidden = config.hidden, inter = config.inter;
-    int64_t places[2] = {0, 0};
+    int64_t places[2] = {0, 0}, kv_places[2] = {0, 0};
     const PanelKernels &format = kernels_.formats[config.int8 ? TY_INT8 : TY_STORED];
     if (config.experts)
         experts_.reset(new ExpertRows(pool, kernels_, kernels.width, facts_of(*config.experts)));
+    if (config.recurrent)
+        recurrent_.reset(new RecurrentRows(pool, all_, kernels_, *config.recurrent, config.eps));
     for (size_t index = 0; index < layers_.size(); index++) {
         Layer &layer = layers_[index];
         layer.window = config.windows[index];
         layer.cos_sin = config.cos_sin[index];
-        layer.place = places[layer.window ? 1 : 0]++;
+        layer.recurrent = config.recurrent && config.recurrent_layers[index];
+        layer.kv_place = kv_places[layer.recurrent]++;
+        if (!layer.recurrent)
+            layer.place = places[layer.window ? 1 : 0]++;
         const bool has_experts = config.experts && config.expert_layers[index];
         if (has_experts)
             layer.experts.shape(kernels_, facts_of(*config.experts));
-        const int64_t sizes[4][2] = {
-            {hidden, q_size_ + 2 * kv_size_}, {q_size_, hidden}, {hidden, 2 * inter}, {inter, hidden}};
-        for (int i = 0; i < (has_experts ? TY_GATE_UP : 4); i++) {
+        layer.adapted = has_experts ? TY_GATE_UP : 4;
+        layer.linear_count = has_experts && !config.shared ? TY_GATE_UP : 4;
+        const int64_t own = has_experts ? config.shared : inter;
+        const int64_t sizes[4][2] = {{hidden, layer.recurrent ? recurrent_->inputs() : qkv_size_},
+                                     {layer.recurrent ? recurrent_->outputs() : q_size_, hidden},
+                                     {hidden, 2 * own},
+                                     {own, hidden}};
+        for (int i = 0; i < layer.linear_count; i++) {
             layer.linears[i].inputs = sizes[i][0];
             layer.linears[i].outputs = sizes[i][1];
             layer.linears[i].gated = i == TY_GATE_UP;
@@ -57,7 +67,7 @@ Linear &Model::linear(int layer, int which, int expert) {
 std::vector<Linear *> Model::linears() {
     std::vector<Linear *> found;
     for (Layer &layer : layers_) {
-        for (int i = 0; i < (layer.has_experts() ? TY_GATE_UP : 4); i++)
+        for (int i = 0; i < layer.linear_count; i++)
             found.push_back(&layer.linears[i]);
         if (layer.has_experts())
             for (Linear *one : layer.experts.linears())
@@ -80,19 +90,36 @@ void Model::set_linear(int layer, int which, int expert, int part, const void *w
 }
 
 void Model::set_vector(int layer, int which, const float *numbers) {
-    const bool of_heads = which == TY_Q_NORM || which == TY_K_NORM;
-    const int size = which == TY_SINKS ? config_.heads : of_heads ? config_.head_dim : config_.hidden;
     std::vector<float> &own = which == TY_LAST_NORM ? norm_ : layers_[(size_t)layer].vectors[which];
-    own.assign(numbers, numbers + size);
+    own.assign(numbers, numbers + vector_size(which));
+}
+
+int64_t Model::vector_size(int which) const {
+    const ty_recurrent none = {}, &states = recurrent_ ? recurrent_->facts() : none;
+    switch (which) {
+    case TY_SINKS: return config_.heads;
+    case TY_Q_NORM:
+    case TY_K_NORM: return config_.head_dim;
+    case TY_CONV: return (int64_t)states.kernel * states.channels;
+    case TY_CONV_BIAS: return states.channels;
+    case TY_DECAY:
+    case TY_STEP_BIAS:
+    case TY_SKIP: return states.heads;
+    case TY_MIXER_NORM: return (int64_t)states.value_dim * (states.kind == TY_MAMBA2 ? states.heads : 1);
+    default: return config_.hidden;
+    }
 }
 
 int64_t Model::reserve_slots(int slots, int64_t rank) {
     const int64_t hidden = config_.hidden, inter = config_.inter;
-    const std::vector<int64_t> parts[4] = {{q_size_, kv_size_, kv_size_}, {hidden}, {inter, inter}, {hidden}};
+    std::vector<int64_t> parts[4] = {{}, {hidden}, {inter, inter}, {hidden}}, qkv = {q_size_, kv_size_, kv_size_};
+    if (config_.output_gate)
+        qkv.push_back(q_size_);
     int64_t bytes = 0;
     for (Layer &layer : layers_) {
         layer.slots.clear();
-        for (int i = 0; i < (layer.has_experts() ? TY_GATE_UP : 4); i++) {
+        parts[TY_QKV] = layer.recurrent ? recurrent_->input_parts() : qkv;
+        for (int i = 0; i < layer.adapted; i++) {
             layer.slots.emplace_back(kernels_, all_.width, layer.linears[i], parts[i]);
             bytes += layer.slots.back().slot_bytes(rank);
         }
@@ -142,10 +169,10 @@ void Model::reserve(const ty_step &step) {
     const int64_t tokens = step.tokens, hidden = config_.hidden;
     x_ = residual_.get_of<float>(tokens * hidden);
     normed_.get((size_t)(tokens * hidden * active_bytes_));
-    qkv_.get_of<float>(tokens * (q_size_ + 2 * kv_size_));
+    qkv_.get_of<float>(tokens * most(qkv_size_, recurrent_ ? recurrent_->inputs() : 0));
     q_.get((size_t)(tokens * q_size_ * active_bytes_));
-    attended_.get((size_t)(tokens * q_size_ * active_bytes_));
-    gated_.get((size_t)(tokens * config_.inter * active_bytes_));
+    attended_.get((size_t)(tokens * most(q_size_, recurrent_ ? recurrent_->outputs() : 0) * active_bytes_));
+    gated_.get((size_t)(tokens * most(config_.inter, config_.shared) * active_bytes_));
 }
 
 // Work out what attention does in each layer: in that of layers with a window by itself where they have a pool of their
@@ -155,7 +182,8 @@ void Model::prepare(const ty_step &step) {
                  step.page_table_stride, step.page_size, step.fixed_order != 0};
     std::vector<int> windows[2];
     for (const Layer &layer : layers_)
-        windows[step.window_kv && layer.window].push_back(layer.window);
+        if (!layer.recurrent)
+            windows[step.window_kv && layer.window].push_back(layer.window);
     if (!windows[0].empty())
         attention_.prepare(rows, windows[0]);
     rows.page_table = step.window_table;
@@ -164,12 +192,12 @@ void Model::prepare(const ty_step &step) {
         window_attention_.prepare(rows, windows[1]);
 }
 
-Model::Plane Model::plane_of(const Layer &layer, int index, const ty_step &step) const {
+Model::Plane Model::plane_of(const Layer &layer, const ty_step &step) const {
     if (step.window_kv && layer.window) {
         char *keys = (char *)step.window_kv + 2 * layer.place * step.window_plane_bytes;
         return {keys, keys + step.window_plane_bytes, step.window_slots};
     }
-    char *keys = (char *)step.kv + 2 * (step.window_kv ? layer.place : index) * step.plane_bytes;
+    char *keys = (char *)step.kv + 2 * (step.window_kv ? layer.place : layer.kv_place) * step.plane_bytes;
     return {keys, keys + step.plane_bytes, step.slots};
 }
 
@@ -199,10 +227,12 @@ void Model::normalise(const float *x, const float *weight, void *out, int64_t ro
 
 template <class Compute>
 void Model::add(const float *norm, int64_t tokens, const Compute &compute) {
-    if (!norm)
+    if (!norm && config_.residual_scale == 1.0f)
         return compute(x_, ADD);
     float *found = added_.get_of<float>(tokens * config_.hidden);
     compute(found, STORE);
+    if (!norm)
+        return timed(NORM, [&] { all_.add_scaled(found, config_.residual_scale, x_, tokens * config_.hidden); });
     timed(NORM, [&] { run_add_norm(pool_, kernels_, found, norm, x_, tokens, config_.hidden, config_.eps); });
 }
 
@@ -211,9 +241,12 @@ void Model::run_layer(int index, const ty_step &step) {
     const int64_t tokens = step.tokens;
     void *h = normed_.get(0), *attended = attended_.get(0);
     normalise(x_, layer.vector(TY_ATTENTION_NORM), h, tokens);
-    multiply(QKV, layer.linears[TY_QKV], h, STORE, qkv_.get(0), q_size_ + 2 * kv_size_, tokens,
-             changes(layer, TY_QKV, h, tokens));
-    attend(layer, plane_of(layer, index, step), step);
+    const Linear &first = layer.linears[TY_QKV];
+    multiply(QKV, first, h, STORE, qkv_.get(0), first.outputs, tokens, changes(layer, TY_QKV, h, tokens));
+    if (layer.recurrent)
+        recur(layer, step);
+    else
+        attend(layer, step);
     add(layer.vector(TY_AFTER_ATTENTION), tokens, [&](float *out, Epilogue epilogue) {
         multiply(OUTPUT, layer.linears[TY_OUTPUT], attended, epilogue, out, config_.hidden, tokens,
                  changes(layer, TY_OUTPUT, attended, tokens));
@@ -221,13 +254,44 @@ void Model::run_layer(int index, const ty_step &step) {
     run_mlp(layer, tokens);
 }
 
-void Model::attend(Layer &layer, const Plane &plane, const ty_step &step) {
+RecurrentVectors Model::recurrent_vectors(const Layer &layer) const {
+    return {layer.vector(TY_CONV), layer.vector(TY_CONV_BIAS), layer.vector(TY_DECAY),
+            layer.vector(TY_STEP_BIAS), layer.vector(TY_SKIP), layer.vector(TY_MIXER_NORM)};
+}
+
+void Model::recur(Layer &layer, const ty_step &step) {
+    const ty_states &states = *step.states;
+    const float *in = (const float *)qkv_.get(0);
+    const int64_t size = recurrent_->inputs();
+    timed(RECUR, [&] {
+        float *kept = states.kept + layer.kv_place * states.kept_tokens * size;
+        for (int64_t row = 0; row < states.rows && states.kept_tokens; row++) {
+            int64_t token = states.firsts[row];
+            for (int64_t run = states.run_ends[row]; run < states.run_ends[row + 1]; token += states.counts[run++])
+                if (states.target_ends[run] == states.target_ends[run + 1])
+                    kept = std::copy_n(in + token * size, states.counts[run] * size, kept);
+        }
+        recurrent_->run(states, layer.kv_place, recurrent_vectors(layer), in, step.tokens, attended_.get(0));
+    });
+}
+
+void Model::replay(const ty_states &states) {
+    Awake awake(pool_);
+    for (const Layer &layer : layers_)
+        if (layer.recurrent)
+            recurrent_->run(states, layer.kv_place, recurrent_vectors(layer),
+                            states.kept + layer.kv_place * states.kept_tokens * recurrent_->inputs(), states.kept_tokens,
+                            nullptr);
+}
+
+void Model::attend(Layer &layer, const ty_step &step) {
+    const Plane plane = plane_of(layer, step);
     void *q = q_.get(0);
     timed(PLACE, [&] {
         run_place(pool_, kernels_.kv[config_.kv_format],
                   {(float *)qkv_.get(0), layer.vector(TY_Q_NORM), layer.vector(TY_K_NORM), config_.eps, layer.cos_sin,
                    step.positions, plane.slots, plane.keys, plane.values, q, config_.heads, config_.kv_heads,
-                   config_.head_dim, config_.rotated},
+                   config_.head_dim, config_.rotated, qkv_size_},
                   step.tokens);
     });
     timed(ATTEND, [&] {
@@ -235,6 +299,13 @@ void Model::attend(Layer &layer, const Plane &plane, const ty_step &step) {
         attention.run({q, plane.keys, plane.values, attended_.get(0), config_.heads, config_.kv_heads,
                        config_.head_dim, layer.window, config_.attention_scale, config_.attention_softcap,
                        layer.vector(TY_SINKS)});
+        if (!config_.output_gate)
+            return;
+        const float *gate = (const float *)qkv_.get(0) + qkv_size_ - q_size_;
+        pool_.run(ceil_div(step.tokens, TOKENS_OF_TASK), [&](int64_t i, int) {
+            kernels_.gate_attended(attended_.get(0), gate, qkv_size_, q_size_, i * TOKENS_OF_TASK,
+                                   least(step.tokens, (i + 1) * TOKENS_OF_TASK));
+        });
     });
 }
 
@@ -243,12 +314,20 @@ void Model::run_mlp(Layer &layer, int64_t tokens) {
     void *h = normed_.get(0), *gated = gated_.get(0);
     normalise(x_, layer.vector(TY_MLP_NORM), h, tokens);
     add(layer.vector(TY_AFTER_MLP), tokens, [&](float *out, Epilogue epilogue) {
-        if (layer.has_experts())
-            return timed(EXPERTS, [&] { experts_->run(layer.experts, h, tokens, out, epilogue == ADD); });
-        multiply(GATE_UP, layer.linears[TY_GATE_UP], h, gates[config_.gate], gated, config_.inter, tokens,
-                 changes(layer, TY_GATE_UP, h, tokens));
-        multiply(DOWN, layer.linears[TY_DOWN], gated, epilogue, out, config_.hidden, tokens,
-                 changes(layer, TY_DOWN, gated, tokens));
+        const int64_t inter = layer.has_experts() ? config_.shared : config_.inter;
+        if (layer.has_experts()) {
+            timed(EXPERTS, [&] { experts_->run(layer.experts, h, tokens, out, epilogue == ADD); });
+            if (!inter)
+                return;
+            epilogue = ADD;
+        }
+        const auto adapted = [&](int which, const void *x) {
+            return which < layer.adapted ? changes(layer, which, x, tokens) : Changes{};
+        };
+        multiply(GATE_UP, layer.linears[TY_GATE_UP], h, gates[config_.gate], gated, inter, tokens, adapted(TY_GATE_UP, h));
+        if (const float *gate = layer.vector(TY_SHARED_GATE))
+            timed(EXPERTS, [&] { kernels_.gate_shared(gated, inter, h, gate, config_.hidden, 0, tokens); });
+        multiply(DOWN, layer.linears[TY_DOWN], gated, epilogue, out, config_.hidden, tokens, adapted(TY_DOWN, gated));
     });
 }
 
@@ -270,6 +349,8 @@ void Model::logits(const int64_t *tokens, int64_t count, float *out) {
     residual_of_last(tokens, count, x);
     normalise(x, norm_.data(), h, count);
     multiply(HEAD, head_, h, STORE, out, config_.vocabulary, count);
+    if (config_.logit_scale != 1.0f)
+        timed(HEAD, [&] { all_.scale(out, config_.logit_scale, out, count * config_.vocabulary); });
     if (config_.logit_softcap > 0.0f)
         timed(HEAD, [&] { run_soften(pool_, all_, out, count * config_.vocabulary, config_.logit_softcap); });
 }

@@ -9,6 +9,7 @@
 #include "lora.h"
 #include "ops.h"
 #include "profile.h"
+#include "recurrent.h"
 
 namespace ty {
 
@@ -36,17 +37,23 @@ class Model {
     // What the last layer gave for tokens of the last step, before the norm: float[count, hidden].
     void residual_of_last(const int64_t *tokens, int64_t count, float *out) const;
 
+    // Advance states by tokens that were kept; see ty_states.
+    void replay(const ty_states &states);
+
     const TypedKernels &kernels() const { return kernels_; }
     int width() const { return all_.width; }
 
   private:
     struct Layer {
-        Linear linears[4];  // without the last two where there are experts
+        Linear linears[4];  // without the last two where there are experts and none is shared
         Experts experts;
         std::vector<float> vectors[TY_LAST_NORM];
         std::vector<ProductSlots> slots;  // of each of `linears`, or none
         int window = 0;
-        int64_t place = 0;  // among the layers with a window, or among those without
+        int64_t place = 0;    // among the layers with a window, or among those without
+        int64_t kv_place = 0;  // among those that attend, or among those with a state
+        bool recurrent = false;
+        int linear_count = 4, adapted = 4;  // of `linears`, those that there are, and that adapters may change
         const float *cos_sin = nullptr;
 
         bool has_experts() const { return !experts.down.empty(); }
@@ -59,6 +66,7 @@ class Model {
     };
 
     std::vector<Linear *> linears();
+    int64_t vector_size(int which) const;
     void multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
                   int64_t rows, const Changes &changes = {});
     // What adapters add to a product of a layer.
@@ -68,12 +76,14 @@ class Model {
     void reserve(const ty_step &step);
     void embed(const int64_t *ids, int64_t tokens);
     void prepare(const ty_step &step);
-    Plane plane_of(const Layer &layer, int index, const ty_step &step) const;
+    Plane plane_of(const Layer &layer, const ty_step &step) const;
     void run_layer(int index, const ty_step &step);
-    void attend(Layer &layer, const Plane &plane, const ty_step &step);
+    void attend(Layer &layer, const ty_step &step);
+    void recur(Layer &layer, const ty_step &step);
+    RecurrentVectors recurrent_vectors(const Layer &layer) const;
     void run_mlp(Layer &layer, int64_t tokens);
     // Let `compute(out, epilogue)` add what a part of the layer finds to the residual stream, behind its own norm if it
-    // has one.
+    // has one, and scaled.
     template <class Compute>
     void add(const float *norm, int64_t tokens, const Compute &compute);
 
@@ -82,13 +92,14 @@ class Model {
     const TypedKernels &kernels_;
     const ty_config config_;
     const void *embedding_ = nullptr;
-    const int64_t q_size_, kv_size_, active_bytes_;
+    const int64_t q_size_, kv_size_, qkv_size_, active_bytes_;
     std::vector<Layer> layers_;
     std::vector<float> norm_;
     Linear head_;
     Block weights_, adapters_;
     Attention attention_, window_attention_;
     std::unique_ptr<ExpertRows> experts_;
+    std::unique_ptr<RecurrentRows> recurrent_;
     RoundedRows rounded_;
     AdaptedRows adapted_;
     Block residual_, normed_, qkv_, q_, attended_, gated_, few_, few_normed_, inner_, added_;
