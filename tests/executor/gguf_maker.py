@@ -6,15 +6,17 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
 from safetensors.torch import load_file
 
-from tokenyard.executor.gguf_file.weights import IN_LAYER, OWN_IN_LAYER, WHOLE
+from tokenyard.executor.gguf_file.weights import IN_LAYER, OWN_IN_LAYER, WHOLE, WITHOUT_KIND
 
 
 def gguf_names(name, architecture="llama"):
     """GGUF's name of a Hugging Face tensor, and the expert if it is one's."""
-    if name.endswith(".sinks"):
-        return f"blk.{name.split('.')[2]}.attn_sinks.weight", None
+    for own, stored in WITHOUT_KIND.items():
+        if name.endswith(f".{own}"):
+            return f"blk.{name.split('.')[2]}.{stored}", None
     base, _, kind = name.rpartition(".")
     if base in WHOLE:
         return f"{WHOLE[base]}.{kind}", None
@@ -25,8 +27,60 @@ def gguf_names(name, architecture="llama"):
     return f"blk.{layer}.{(IN_LAYER | OWN_IN_LAYER.get(architecture, {}))[rest]}.{kind}", None
 
 
-def as_converted(architecture, tensors):
+def tiled(tensor, heads, key_heads, dim=0):
+    """The value heads of a gated delta net as llama.cpp has them: the first of each key head, then the second ones."""
+    each, size = heads // key_heads, tensor.shape[dim] // heads
+    order = [(place % key_heads * each + place // key_heads) * size + i for place in range(heads) for i in range(size)]
+    return tensor.index_select(dim, torch.tensor(order))
+
+
+def delta_net(name, tensor, config):
+    """A tensor of Qwen3.5 as llama.cpp's converter hands it on."""
+    heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    keys = 2 * key_heads * config["linear_key_head_dim"]
+    if name.endswith("norm.weight"):
+        return tensor + (0.0 if "linear_attn" in name else 1.0)
+    if "conv1d" in name or "in_proj_qkv" in name:
+        tensor = tensor.squeeze(1) if "conv1d" in name else tensor
+        return torch.cat((tensor[:keys], tiled(tensor[keys:], heads, key_heads)))
+    if "linear_attn.out_proj" in name:
+        return tiled(tensor, heads, key_heads, 1)
+    if "linear_attn" in name:
+        tensor = tiled(tensor, heads, key_heads)
+    return -tensor.exp() if name.endswith("A_log") else tensor
+
+
+def own_keys(architecture, config):
+    """The metadata of single families."""
+    if architecture == "granite":
+        return {
+            "embedding_scale": config["embedding_multiplier"],
+            "residual_scale": config["residual_multiplier"],
+            "logit_scale": config["logits_scaling"],
+            "attention.scale": config["attention_multiplier"],
+        }
+    if architecture == "lfm2":
+        kinds = config["layer_types"]
+        kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds]
+        return {"shortconv.l_cache": config["conv_L_cache"], "attention.head_count_kv": kv_heads}
+    if architecture == "qwen35":
+        heads = config["linear_num_value_heads"]
+        return {
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": heads,
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.inner_size": heads * config["linear_value_head_dim"],
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        }
+    return {}
+
+
+def as_converted(architecture, tensors, config):
     """The tensors of a family as llama.cpp's converter hands them on: Gemma's norms plus one, stacks of experts cut."""
+    if architecture == "qwen35":
+        return {name: delta_net(name, tensor, config) for name, tensor in tensors.items()}
+    if architecture == "lfm2":
+        return {name: tensor.squeeze(1) if ".conv.conv." in name else tensor for name, tensor in tensors.items()}
     found = {}
     for name, tensor in tensors.items():
         if ".mlp.experts." in name and architecture == "gpt-oss":
@@ -61,7 +115,7 @@ def rope_facts(config):
     if "original_max_position_embeddings" in own:
         facts["rope.scaling.original_context_length"] = own["original_max_position_embeddings"]
     if own.get("partial_rotary_factor", 1.0) != 1.0:
-        head = config["hidden_size"] // config["num_attention_heads"]
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         facts["rope.dimension_count"] = int(head * own["partial_rotary_factor"])
     factors = {
         f"rope_factors_{length}.weight": np.array(own[f"{length}_factor"], dtype=np.float32)
@@ -219,8 +273,9 @@ def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", sp
         "vocab_size": config["vocab_size"],
     }
     facts, factors = rope_facts(config)
-    own |= {"attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]), **facts}
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    epsilon = config["norm_eps" if architecture == "lfm2" else "rms_norm_eps"]
+    own |= {"attention.layer_norm_rms_epsilon": float(epsilon), **facts, **own_keys(architecture, config)}
+    add = {list: writer.add_array, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (own | changes).items():
         if type(value) in add:
             add[type(value)](f"{architecture}.{key}", value)
@@ -230,7 +285,7 @@ def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", sp
         add_spm(writer, *spm)
     for name, values in factors.items():
         writer.add_tensor(name, values)
-    tensors = as_converted(architecture, load_file(Path(folder) / "model.safetensors"))
+    tensors = as_converted(architecture, load_file(Path(folder) / "model.safetensors"), config)
     whole = add_tensors(writer, config, tensors, kind, architecture)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -247,7 +302,7 @@ def add_tensors(writer, config, tensors, kind, architecture):
         of_own = kind(own) if callable(kind) else kind
         fits = values.ndim == 2 and "_inp" not in own
         quantized = gguf.GGMLQuantizationType[of_own if fits else "F32"]
-        if architecture == "llama" and (".attn_q." in own or ".attn_k." in own):
+        if architecture in ("granite", "llama") and (".attn_q." in own or ".attn_k." in own):
             heads = config["num_attention_heads" if ".attn_q." in own else "num_key_value_heads"]
             stored = quantized_rows(interleaved(values, heads), quantized)
             whole[name] = deinterleaved(gguf.dequantize(stored, quantized), heads)

@@ -98,11 +98,17 @@ def test_config_tokens_template_and_ends_are_those_of_the_folder(tmp_path):
         ("gemma2", "gemma2"),
         ("gemma3", "gemma3"),
         ("gpt-oss-7", "gpt-oss"),
+        ("granite", "granite"),
+        ("lfm2", "lfm2"),
+        ("qwen3.5", "qwen35"),
+        ("qwen3.5-odd", "qwen35"),
     ],
 )
 def test_other_kinds_compute_what_transformers_does(tmp_path, folder, case, architecture):
     path, prompt = tmp_path / "tiny.gguf", prompt_of(20, seed=4)
-    write_gguf(folder(case), path, architecture=architecture)
+    # LFM2's config.json says another size than its MLPs have.
+    changes = {"feed_forward_length": 64} if architecture == "lfm2" else {}
+    write_gguf(folder(case), path, architecture=architecture, **changes)
     torch.testing.assert_close(first_logits(path, prompt), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
 
 

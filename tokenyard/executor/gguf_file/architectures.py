@@ -10,7 +10,7 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 def own_facts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return fields of config.json that a family has in addition to the common ones; `config` are those."""
-    facts = {"gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "gpt-oss": _gpt_oss}.get(file.architecture)
+    facts = FACTS.get(file.architecture)
     return facts(file, config) if facts else {}
 
 
@@ -64,3 +64,57 @@ def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             "truncate": False,
         }
     return facts
+
+
+def _granite(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": file.own("embedding_scale", 1.0),
+        "residual_multiplier": file.own("residual_scale", 1.0),
+        "logits_scaling": file.own("logit_scale", 1.0),
+        "attention_multiplier": file.own("attention.scale") or config["head_dim"] ** -0.5,
+    }
+
+
+def _layer_types(file: GgufFile, layers: int, other: str) -> list[str]:
+    """What each layer is: those that attend have a product of queries."""
+    attend = (f"blk.{layer}.attn_q.weight" in file.tensors for layer in range(layers))
+    return ["full_attention" if own else other for own in attend]
+
+
+def _lfm2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    # One number for each layer, 0 for those that do not attend.
+    kv_heads = config["num_key_value_heads"]
+    return {
+        "num_key_value_heads": max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": file.own("shortconv.l_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": _layer_types(file, config["num_hidden_layers"], "conv"),
+    }
+
+
+def _qwen35(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    value_heads = file.own("ssm.time_step_rank")
+    # Draft heads come after the layers.
+    layers = config["num_hidden_layers"] - file.own("nextn_predict_layers", 0)
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": _layer_types(file, layers, "linear_attention"),
+        "linear_num_key_heads": file.own("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": file.own("ssm.state_size"),
+        "linear_value_head_dim": file.own("ssm.inner_size", 0) // (value_heads or 1),
+        "linear_conv_kernel_dim": file.own("ssm.conv_kernel"),
+    }
+
+
+FACTS = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
+    "granite": _granite,
+    "lfm2": _lfm2,
+    "qwen35": _qwen35,
+}

@@ -14,6 +14,9 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
 }
 """Hugging Face's name of each kind of model that can be read, by GGUF's."""
 

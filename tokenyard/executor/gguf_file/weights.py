@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tokenyard.base import ConfigError
@@ -14,7 +15,12 @@ from tokenyard.executor.formats.weight_format import FORMATS
 from tokenyard.executor.gguf_file.dequantize import dequantized
 from tokenyard.executor.gguf_file.gguf_reader import GgufFile
 
-WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
 IN_LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -40,9 +46,40 @@ OWN_IN_LAYER = {
     "gemma2": GEMMA_IN_LAYER,
     "gemma3": GEMMA_IN_LAYER,
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+    "lfm2": {
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.conv": "shortconv.conv",
+        "conv.out_proj": "shortconv.out_proj",
+    },
+    "qwen35": {
+        "post_attention_layernorm": "post_attention_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+    },
 }
 """GGUF's names of tensors, by Hugging Face's: of all families, and those of single families."""
 
+WITHOUT_KIND = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+"""Tensors of layers whose Hugging Face names end in neither weight nor bias."""
+
+_NO_KIND = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 
@@ -68,8 +105,10 @@ class GgufWeights:
         self._device, self._dtype = device, dtype
         self._in_layer = IN_LAYER | OWN_IN_LAYER.get(self._file.architecture, {})
         # Of Gemma, files hold what is multiplied with, and Hugging Face's less one.
-        self._norms_hold_one = self._file.architecture in ("gemma2", "gemma3")
-        self._interleaved = {"attn_q": heads, "attn_k": kv_heads} if self._file.architecture == "llama" else {}
+        self._norms_hold_one = self._file.architecture in ("gemma2", "gemma3", "qwen35")
+        turns = self._file.architecture in ("granite", "llama")
+        self._interleaved = {"attn_q": heads, "attn_k": kv_heads} if turns else {}
+        self._values = _ValueHeads(self._file) if self._file.architecture == "qwen35" else None
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor of a Hugging Face name; see Weights. Raises ConfigError if missing or misshapen."""
@@ -83,11 +122,16 @@ class GgufWeights:
         found = found.reshape(shape) if found.numel() == torch.Size(shape).numel() else found
         if tuple(found.shape) != shape:
             raise ConfigError(f"{self._file.path}: {own!r} has shape {tuple(found.shape)}; its metadata mean {shape}")
-        if own.endswith("norm.weight") and self._norms_hold_one:
+        if own.endswith("norm.weight") and self._norms_hold_one and not own.endswith("ssm_norm.weight"):
             found = found - 1.0
-        heads = self._heads_in_turns(own)
-        if heads:
-            found = _half_split(found, heads)
+        if own.endswith(".ssm_a"):
+            found = (-found).log()
+        rows = self._row_order(own, len(found))
+        if rows is not None:
+            found = found[torch.from_numpy(rows)]
+        columns = self._column_order(own)
+        if columns is not None:
+            found = found[:, torch.from_numpy(columns).argsort()]
         found = found.to(device=self._device, dtype=self._dtype)
         if data.dtype == np.uint8:
             self._unpacked.add(tensor.tensor_type.name, own, data.nbytes, found.nbytes)
@@ -105,15 +149,13 @@ class GgufWeights:
         if stored[-2:] != wanted or stored[:-2] != (stored[:1] if expert is not None else ()):
             raise ConfigError(f"{self._file.path}: {own!r} has rows of bytes {stored}; its metadata mean {wanted}")
         place = int(tensor.data_offset) + (expert or 0) * rows * wanted[1]
-        path, heads = self._file.path, self._heads_in_turns(own)
+        path, order = self._file.path, self._row_order(own, rows)
 
         def read() -> PackedBytes:
             found = np.memmap(path, np.uint8, "r", place, wanted)
-            if not heads:
-                return found
-            return np.ascontiguousarray(found.reshape(heads, -1, 2, wanted[1]).swapaxes(1, 2)).reshape(wanted)
+            return found if order is None else found[order]
 
-        return PackedRows(form, shape, read)
+        return PackedRows(form, shape, read, self._column_order(own))
 
     def _find(self, name: str) -> tuple[str, int | None, Any]:
         """GGUF's name of a tensor, which expert of it is meant, and the tensor. Raises ConfigError if it is missing."""
@@ -123,14 +165,23 @@ class GgufWeights:
             raise ConfigError(f"{self._file.path} has no tensor {own!r}, which {name!r} should be")
         return own, expert, tensor
 
-    def _heads_in_turns(self, own: str) -> int:
-        """How many heads a tensor has whose rows lie in another order than Hugging Face's, 0 for the same order."""
-        return self._interleaved.get(own.split(".")[2], 0) if own.startswith("blk.") else 0
+    def _row_order(self, own: str, rows: int) -> npt.NDArray[np.int64] | None:
+        """Which row of a tensor each of Hugging Face's is; None for the same order."""
+        part = own.split(".")[2] if own.startswith("blk.") else ""
+        if part in self._interleaved:
+            # The two rows of a rotated pair are half a head apart, not adjacent.
+            return np.arange(rows).reshape(self._interleaved[part], -1, 2).swapaxes(1, 2).reshape(-1)
+        return None if self._values is None else self._values.row_order(part, rows)
+
+    def _column_order(self, own: str) -> npt.NDArray[np.int32] | None:
+        """Which of Hugging Face's inputs each column of a tensor is; None for the same order."""
+        return self._values.columns if self._values is not None and own.endswith(".ssm_out.weight") else None
 
     def _names(self, name: str) -> tuple[str, int | None]:
         """GGUF's name of a tensor, and which expert of it is meant, None for all of it."""
-        if name.endswith(".self_attn.sinks"):
-            return f"blk.{name.split('.')[2]}.attn_sinks.weight", None
+        plain = _NO_KIND.fullmatch(name)
+        if plain is not None and plain[2] in WITHOUT_KIND:
+            return f"blk.{plain[1]}.{WITHOUT_KIND[plain[2]]}", None
         match = _LAYER.fullmatch(name)
         if match is None:
             base, _, kind = name.rpartition(".")
@@ -142,6 +193,30 @@ class GgufWeights:
         return f"blk.{layer}.{self._in_layer.get(base, base)}.{kind}", None
 
 
-def _half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder the rows of each head, so that the two rows of a rotated pair are half a head apart, not adjacent."""
-    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+class _ValueHeads:
+    """The order of a gated delta net's value heads: files have the first one of each key head, then the second ones,
+    and so on; Hugging Face has those of a key head one after the other.
+
+    columns: int32[values], which of Hugging Face's inputs each column of the last product is; None for the same order.
+    """
+
+    def __init__(self, file: GgufFile) -> None:
+        self._heads, keys = file.own("ssm.time_step_rank", 1), file.own("ssm.group_count", 1)
+        self._moved = self._heads > keys > 1
+        own = np.arange(self._heads)
+        each = self._heads // keys
+        # The place in the file of each of Hugging Face's heads.
+        self._places = own % each * keys + own // each
+        dim = file.own("ssm.inner_size", self._heads) // self._heads
+        columns = (np.argsort(self._places)[:, None] * dim + np.arange(dim)).reshape(-1)
+        self.columns = columns.astype(np.int32) if self._moved else None
+
+    def row_order(self, part: str, rows: int) -> npt.NDArray[np.int64] | None:
+        """See GgufWeights."""
+        sizes = {"attn_gate": rows, "ssm_beta": rows, "ssm_alpha": rows, "ssm_a": rows, "ssm_dt": rows}
+        if self.columns is None or part not in sizes | {"attn_qkv": 0, "ssm_conv1d": 0}:
+            return None
+        values = sizes.get(part, len(self.columns))
+        dim = values // self._heads
+        order = (self._places[:, None] * dim + np.arange(dim)).reshape(-1)
+        return np.concatenate((np.arange(rows - values), rows - values + order))

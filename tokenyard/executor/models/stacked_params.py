@@ -140,10 +140,16 @@ class RenamedWeights:
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor `name`; see Weights."""
-        for part, stored in self._names.items():
-            if part in name:
-                return self._source.get(name.replace(part, stored), shape)
-        return self._source.get(name, shape)
+        return self._source.get(self._stored(name), shape)
+
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
+        """See PackedSource."""
+        return self._source.packed(self._stored(name), shape) if isinstance(self._source, PackedSource) else None
+
+    def _stored(self, name: str) -> str:
+        """The checkpoint's name of a tensor."""
+        part = next((part for part in self._names if part in name), "")
+        return name.replace(part, self._names[part]) if part else name
 
 
 class GraniteMlps:
