@@ -47,14 +47,8 @@ def labels(path: Path) -> dict[str, tuple[str, str]]:
 
 
 @cache
-def backend_of(engine: str) -> Any:
-    """The package's model of an engine."""
-    return get_backend(engine)
-
-
-@cache
-def model_of(deployment: Deployment, gemm: str | None, moe: str | None, kv: str | None) -> tuple[Any, Any]:
-    """The package's model and tables of a deployment."""
+def model_of(deployment: Deployment, gemm: str | None, moe: str | None, kv: str | None) -> tuple[Any, Any, Any]:
+    """The package's model of a deployment, its tables, and an engine, which caches by lengths alone: one for each."""
     parallel, system, engine = deployment.parallel, deployment.system, deployment.engine
     name = ITS_NAMES.get(deployment.model, deployment.model)
     view = perf_database.get_database_view(
@@ -77,7 +71,7 @@ def model_of(deployment: Deployment, gemm: str | None, moe: str | None, kv: str 
     resolve_context_fmha_by_data(config, name, view, engine, is_context_role=True)
     resolve_dsv4_moe_arch(config, name, system_name=system, backend_name=engine)
     resolve_nvfp4_for_system(config, system, name, backend_name=engine)
-    return get_model(name, config, engine), view
+    return get_model(name, config, engine), view, get_backend(engine)
 
 
 def estimate(run: Run) -> tuple[float, float] | str:
@@ -87,10 +81,10 @@ def estimate(run: Run) -> tuple[float, float] | str:
     reason = ""
     for types in ((gemm or None, moe or None, kv), (None, None, kv), (None, None, None)):
         try:
-            model, view = model_of(run.deployment, *types)
+            model, view, engine = model_of(run.deployment, *types)
             rows = max(run.clients // run.deployment.parallel.dp, 1)
             runtime = RuntimeConfig(batch_size=rows, isl=run.prompt, osl=run.output)
-            found = backend_of(run.deployment.engine).run_agg(model, view, runtime, ctx_tokens=run.prompt)
+            found = engine.run_agg(model, view, runtime, ctx_tokens=run.prompt)
             return float(found.get_result_dict()["ttft"]), float(found.get_result_dict()["tpot"])
         except Exception as error:  # the package raises classes of its own, and KeyError where a table is missing
             reason = type(error).__name__
