@@ -26,6 +26,7 @@ NOT_RUN = {
     "serve": "runs until it is stopped: tests/e2e",
     "route": "runs until it is stopped: tests/router, tests/e2e/test_fleet.py",
     "top": "runs until it is stopped: tests/server/test_top.py",
+    "batch": "needs a running server: tests/e2e/test_batches.py",
     "bench": "needs a running server: tests/e2e/test_bench.py",
     "calibrate": "takes a minute and a model of one's own: tests/cli/test_calibrate.py",
 }

@@ -51,7 +51,7 @@ def test_parts_that_would_begin_too_late_are_left_out(capsys, monkeypatch, tmp_p
     monkeypatch.setattr(gpu, "describe", lambda scale: iter([{"device": "none"}]))
     assert gpu.measure(gpu.rehearsal(tmp_path), limit_s=-1.0)
     printed = lines(capsys)
-    assert len(printed) == 7
+    assert len({line["part"] for line in printed}) == len(printed) >= 8
     assert all("left_out" in line for line in printed)
 
 

@@ -159,6 +159,8 @@ def test_what_cannot_draft_is_refused(folder, tmp_path):
         load(folder("qwen3.5"))
     with pytest.raises(ConfigError, match="models of LlamaForCausalLM bring no draft head"):
         load(folder("llama"))
+    with pytest.raises(ConfigError, match="leave out --model-impl"):
+        load(folder("qwen3.5"), model_impl="native")
     config = json.loads((Path(folder("deepseek-v3")) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     executor = load(str(tmp_path), load_format="dummy")

@@ -2,6 +2,7 @@
 
 
 def test_a_profile_holds_steps_and_streams(server):
+    watching = list(server.state.observer_factories)
     assert server.client.post("/start_profile").json() == {"success": True}
     server.client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2, "rid": "r1"})
     answer = server.client.post("/stop_profile")
@@ -14,7 +15,7 @@ def test_a_profile_holds_steps_and_streams(server):
     times = {phase: [event["ts"] for event in events if event["ph"] == phase] for phase in "be"}
     assert min(times["b"]) == times["b"][0]
     assert max(times["e"]) == times["e"][0]
-    assert len(server.state.observer_factories) == 1
+    assert server.state.observer_factories == watching
 
 
 def test_starting_twice_or_stopping_nothing_is_refused(server):

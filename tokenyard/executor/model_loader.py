@@ -173,6 +173,8 @@ def load_executor(
     refuse_unsupported(whole, given, part)
     if part is not None:
         config, given = part.config(whole), replace(given, model_impl=layers_only(part, given.model_impl))
+    if given.draft_tokens and given.draft_head:
+        given = replace(given, model_impl=_layers_under_head(given.model_impl))
     kind = choose_dtype(given.dtype, target, config)
     length = _context_length(given.context_length, config)
     choice = _choose_backends(given, config, kind, target)
@@ -276,6 +278,19 @@ def load_executor(
     if target.type == "cuda" and part is None:
         warm_up(executor)
     return executor
+
+
+def _layers_under_head(model_impl: str) -> str:
+    """Return what computes a model whose head drafts: torch's layers, as the head reads their hidden states.
+
+    Raises ConfigError where `model_impl` demands whole steps by native kernels.
+    """
+    if model_impl == "native":
+        raise ConfigError(
+            "--speculative-algorithm NEXTN reads hidden states, which --model-impl native does not return; leave out"
+            " --model-impl"
+        )
+    return "torch"
 
 
 def _check_same_model(now: ModelConfig, then: ModelConfig, folder: Path) -> None:

@@ -166,7 +166,7 @@ def _rids(call: RequestContext, body: NativeRequest, count: int) -> Sequence[str
     """A request id per prompt; "" where the server generates one."""
     if isinstance(body.rid, list):
         if len(set(body.rid)) < len(body.rid):
-            raise InvalidRequestError("rid holds an id twice", param="rid", code="duplicate_rid")
+            raise InvalidRequestError("rid holds an id twice", param="rid")
         return list(_per_prompt(body.rid, count, "rid"))
     rid = body.rid or call.headers.get("x-request-id", "")
     return [rid] if count == 1 else [f"{rid}-{place}" if rid else "" for place in range(count)]
