@@ -1,9 +1,10 @@
-"""Build the sdist, from it the wheel, install the wheel and have it answer a request with the demo model.
+"""Build the sdist and the wheel, install the wheel and have it answer a request with the demo model.
 
 python tools/check_package.py [--empty]
 
-The wheel goes into its own environment, which borrows the packages that it depends on from this one; with
---empty it installs those as well, as a user would. Needs the package `build`.
+The wheel is built from the tree, whose native library is compiled already, and goes into its own environment, which
+borrows the packages that it depends on from this one. With --empty it is built from the sdist, and installs those as
+well, as a user would. Needs the package `build`.
 """
 
 import json
@@ -27,9 +28,11 @@ IN_WHEEL = (
 IN_SDIST = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "tokenyard/executor/native/src")
 
 
-def build(target: Path) -> Path:
+def build(target: Path, *, from_sdist: bool) -> Path:
     """Build both into `target` and return the wheel. Raises SystemExit for one that lacks something."""
-    subprocess.run([sys.executable, "-m", "build", "--outdir", str(target), str(ROOT)], check=True, capture_output=True)
+    apart = [] if from_sdist else ["--sdist", "--wheel"]
+    command = [sys.executable, "-m", "build", *apart, "--outdir", str(target), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
     (sdist,), (wheel,) = target.glob("*.tar.gz"), target.glob("*.whl")
     with tarfile.open(sdist) as archive:
         packed = [name.partition("/")[2] for name in archive.getnames()]
@@ -37,6 +40,9 @@ def build(target: Path) -> Path:
         unpacked = archive.namelist()
     missing = [name for name in IN_WHEEL if name not in unpacked]
     missing += [name for name in IN_SDIST if not any(one.startswith(name) for one in packed)]
+    # What a wheel from the tree has and one from the sdist would not.
+    made = ("tokenyard/executor/native/lib/", f"tokenyard-{wheel.name.split('-')[1]}.dist-info/")
+    missing += [name for name in unpacked if not name.startswith(made) and name not in packed]
     if missing:
         raise SystemExit(f"missing from the packages: {', '.join(missing)}")
     print(f"built {sdist.name} ({sdist.stat().st_size:,} bytes) and {wheel.name} ({wheel.stat().st_size:,} bytes)")
@@ -79,8 +85,9 @@ def main() -> None:
     """Build, install, serve."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        wheel = build(folder / "dist")
-        python = install(wheel, folder / "env", empty="--empty" in sys.argv[1:])
+        empty = "--empty" in sys.argv[1:]
+        wheel = build(folder / "dist", from_sdist=empty)
+        python = install(wheel, folder / "env", empty=empty)
         (folder / "elsewhere").mkdir()
         text = answer(python, folder / "elsewhere")
         if not text.strip():
