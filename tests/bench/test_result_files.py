@@ -8,8 +8,11 @@ import pytest
 from tokenyard.base import ConfigError, StepWork
 from tokenyard.bench.load_generator import ServerClient
 from tokenyard.bench.result_files import read_result_file
-from tokenyard.cli.calibrate_requests import pool_tokens
+from tokenyard.bench.server_facts import pool_tokens
+from tokenyard.cli.flags import Parser
 from tokenyard.cli.main import main
+from tokenyard.cli.simulate import add_simulate_arguments
+from tokenyard.cli.simulation_arguments import profile_of
 from tokenyard.cost import get_profile, load_profile
 from tokenyard.cost.observed_requests import ObservedRequest, fit_requests
 from tokenyard.sim import Engine, run, synthetic
@@ -233,6 +236,7 @@ def test_a_profile_of_a_result_file_runs_in_the_simulator(runs, tmp_path, capsys
         (["--results", "nowhere.json"], "cannot read nowhere.json"),
         (["--results", "a.json", "--server", "http://localhost:1"], "give one of them"),
         (["--server", "http://localhost:1"], "is a server running there"),
+        (["--server", "localhost:1"], "write it as http://HOST:PORT"),
         (["a-model", "--results", "a.json"], "leave out a-model"),
     ],
 )
@@ -251,6 +255,27 @@ def test_a_server_without_models_cannot_be_calibrated(listed, monkeypatch, capsy
     monkeypatch.setattr(ServerClient, "get", get)
     assert main(["calibrate", "--server", "http://localhost:1"]) == 2
     assert "lists no model" in capsys.readouterr().err
+
+
+def test_a_simulation_takes_the_pool_of_a_running_server(monkeypatch):
+    pages = {"/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}, "/get_server_info": None}
+    metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="400"} 1.0'
+
+    async def get(self, path):
+        return pages[path]
+
+    async def text(self, path):
+        return metrics
+
+    monkeypatch.setattr(ServerClient, "get", get)
+    monkeypatch.setattr(ServerClient, "text", text)
+    parser = Parser()
+    add_simulate_arguments(parser)
+    profile = profile_of(parser.parse_args(["--synthetic", "plain", "--from-server", "http://one:1"]))
+    assert (profile.kv_pool_tokens, profile.context_length) == (6400, 4096)
+    metrics = ""
+    with pytest.raises(ConfigError, match="how large its KV pool is"):
+        profile_of(parser.parse_args(["--synthetic", "plain", "--from-server", "http://other:1"]))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_too_few_devices_are_no_plan_and_the_note_says_how_close_they_came(tmp_p
         ("devices: []", "give a list 'devices'"),
         ("devices: [{price: 1}]", "either device or profile"),
         ("devices: [{device: h100, prize: 1}]", "either device or profile"),
-        ("devices: [{device: abacus}]", "no cost profile"),
+        ("devices: [{device: abacus}]", "no data sheet of device"),
         ("devices: [{device: h100, price: 0}]", "above 0"),
         ("devices: [{device: h100, price: free}]", "price is 'free'"),
         ("devices: [{device: h100, error: 2}]", "below 1"),
@@ -76,7 +76,7 @@ def test_a_wrong_file_of_devices_is_one_line(tmp_path, capsys, text, complaint):
     [
         (["--devices", "nowhere.yaml"], "no such file"),
         (["--devices", ","], "names nothing"),
-        (["--devices", "abacus"], "no cost profile"),
+        (["--devices", "abacus"], "no data sheet of device"),
         (["--target", "1.5"], "--target"),
         (["--seeds", "0"], "--seeds"),
         (["--max-replicas", "0"], "--max-replicas"),

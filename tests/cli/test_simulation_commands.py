@@ -141,7 +141,7 @@ def test_a_profile_file_takes_the_place_of_device_and_model(tmp_path):
     [
         ([], "either --trace FILE or --synthetic"),
         ([*SMALL, "--trace", "x"], "either --trace FILE or --synthetic"),
-        ([*SMALL, "--device", "abacus"], "no cost profile"),
+        ([*SMALL, "--device", "abacus"], "no data sheet of device"),
         ([*SMALL, "--rate-scale", "-1"], "--rate-scale"),
         ([*SMALL, "--slo-tpot-ms", "0"], "^--slo-tpot-ms|^SLO targets"),
         ([*SMALL, "--schedule-policy", "fcsf"], "no schedule policy"),

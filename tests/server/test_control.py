@@ -61,6 +61,7 @@ def test_models_have_what_anthropics_clients_read(server):
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "fake", "tuned")
     card = server.client.get("/v1/models/fake").json()
     assert (card["id"], card["type"], card["display_name"]) == ("fake", "model", "fake")
+    assert card["max_input_tokens"] == card["max_tokens"] == card["max_model_len"]
     assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
 
 

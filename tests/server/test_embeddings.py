@@ -35,11 +35,19 @@ def test_usage_counts_the_tokens_of_all_texts(server):
 
 def test_reranking_puts_the_nearest_first(server):
     body = {"query": "hello the", "documents": ["world", {"text": "hello the"}, "hello"], "top_n": 2}
-    for path in ("/v1/rerank", "/rerank"):
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         answer = server.client.post(path, json=body | {"return_documents": True}).json()
         assert [result["index"] for result in answer["results"]] == [1, 2]
         assert answer["results"][0]["relevance_score"] == pytest.approx(1.0)
         assert answer["results"][0]["document"] == {"text": "hello the"}
+
+
+def test_scores_of_one_text_and_of_pairs(server):
+    one = server.client.post("/score", json={"text_1": "hello", "text_2": ["hello", "world"]}).json()
+    assert [(entry["index"], entry["score"]) for entry in one["data"]] == [(0, 1.0), (1, 0.0)]
+    assert one["usage"]["total_tokens"] == 3
+    pairs = {"text_1": ["hello", "world"], "text_2": ["world", "world"]}
+    assert [entry["score"] for entry in server.client.post("/score", json=pairs).json()["data"]] == [0.0, 1.0]
 
 
 def test_ollamas_shape(server):
@@ -58,6 +66,8 @@ def test_ollamas_shape(server):
         ("/v1/rerank", {"query": "hello", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "hello", "documents": [3]}, "documents"),
         ("/v1/rerank", {"query": "hello", "documents": ["hello"], "top_n": 0}, "top_n"),
+        ("/score", {"text_1": ["hello", "world"], "text_2": "hello"}, "text_1"),
+        ("/score", {"text_1": [], "text_2": []}, "text_1"),
     ],
 )
 def test_wrong_requests_get_a_clear_400(server, path, body, param):

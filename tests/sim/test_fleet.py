@@ -174,7 +174,7 @@ def test_a_fleet_is_read_from_a_file(tmp_path):
         ("events: [{at_s: 1, slow: 0, factor: 0}]", "the factor of an event"),
         ("events: {at_s: 1}", "a list of mappings"),
         ("workers: {1: a100}", "a worker is {device"),
-        ("workers: {1: {device: abacus}}", "no cost profile"),
+        ("workers: {1: {device: abacus}}", "no data sheet of device"),
     ],
 )
 def test_a_wrong_file_is_one_clear_line(tmp_path, text, complaint):

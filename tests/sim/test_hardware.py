@@ -73,6 +73,17 @@ def test_windows_keep_kv_for_their_window_only():
     assert shape.fixed_kv_bytes(10) == 10 * 32 * shape.kv_bytes_per_token()
 
 
+def test_gemma_4_has_experts_beside_its_mlp_and_other_heads_in_layers_without_a_window():
+    gemma = TINY | {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16}
+    gemma |= {"global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    gemma |= {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16}
+    shape = read_shape({"text_config": gemma}, "a", "a")
+    assert shape.family == "window-moe"
+    assert shape.kv_bytes_per_token() == 2 * 2 * 32 * 2
+    attention = 64 * 16 * (4 * 2 + 2 * 2) + 64 * 32 * (4 * 2 + 1)
+    assert shape.total_params == 2 * 64 * 100 + 2 * attention + 4 * (64 * 8 + 3 * 64 * 128 + 8 * 3 * 64 * 16)
+
+
 def test_recurrent_states_take_a_fixed_place():
     hybrid = TINY | {"full_attention_interval": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
     shape = read_shape(hybrid | {"linear_value_head_dim": 16}, "a", "a")
@@ -113,6 +124,7 @@ def test_types_of_weights(quantized, bits):
         (TINY | {"hidden_size": "64"}, "must be a whole number"),
         (TINY | {"num_attention_heads": 0}, "must be above 0"),
         (TINY | {"hybrid_override_pattern": "M*"}, "not modelled"),
+        (TINY | {"num_kv_shared_layers": 2}, "not modelled"),
         (TINY | {"layers_block_type": ["mamba", "moe", "attention", "moe"]}, "layers of type 'moe' are not modelled"),
     ],
 )
@@ -124,6 +136,8 @@ def test_a_configuration_that_cannot_be_used_is_refused(config, message):
 def test_an_unknown_model_or_device_lists_the_known_ones():
     with pytest.raises(ConfigError, match="qwen3-32b"):
         find_model("nobody/nothing")
+    with pytest.raises(ConfigError, match="did you mean qwen3-32b"):
+        find_model("Qwen/Qwen3-32")
     with pytest.raises(ConfigError, match="b200_sxm"):
         find_device("abacus")
 
@@ -131,6 +145,8 @@ def test_an_unknown_model_or_device_lists_the_known_ones():
 def test_a_model_that_does_not_fit_says_what_to_do():
     with pytest.raises(ConfigError, match="--tp-size"):
         find_device_profile("l4", "llama-3.1-70b", Hardware())
+    with pytest.raises(ConfigError, match="does not divide the 64 attention heads"):
+        find_device_profile("h100", "llama-3.1-70b", Hardware(tp=3))
 
 
 def test_the_kv_pool_of_a_known_deployment():

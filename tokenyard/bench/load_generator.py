@@ -23,6 +23,9 @@ class ServerClient:
     """A server under load. Use it as an async context manager."""
 
     def __init__(self, base_url: str, headers: dict[str, str]) -> None:
+        """Raises ConfigError for a URL without http:// or https://."""
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"{base_url!r} is no URL of a server; write it as http://HOST:PORT")
         self.base_url = base_url.rstrip("/")
         self._headers = headers
         self._stack = AsyncExitStack()

@@ -3,8 +3,7 @@
 import argparse
 import asyncio
 import re
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
 
 import numpy as np
 from rich.console import Console
@@ -14,6 +13,7 @@ from tokenyard.base import ConfigError
 from tokenyard.bench.backends import CompletionsBackend, RequestOptions
 from tokenyard.bench.load_generator import ServerClient
 from tokenyard.bench.result_files import Run, read_result_file
+from tokenyard.bench.server_facts import ServerFacts, read_server_facts
 from tokenyard.bench.step_probe import probes, run_probes
 from tokenyard.cli.simulation_arguments import progress_bar
 from tokenyard.config import Settings
@@ -23,16 +23,6 @@ from tokenyard.cost.profiles import LINKS_GPU, POOR_ERROR
 
 FOREIGN_KV_BYTES = 131_072
 """KV per token of an engine that does not say: that of Llama 3 8B. Only transfers of KV depend on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a server says of itself. None where it does not."""
-
-    model: str = "model"
-    device: str = "measured"
-    kv_pool_tokens: int | None = None
-    context_length: int | None = None
 
 
 def calibrate_requests(args: argparse.Namespace, settings: Settings) -> int:
@@ -64,47 +54,12 @@ async def _measure(
 ) -> tuple[list[Run], ServerFacts]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with ServerClient(server, headers) as target:
-        listed = await target.get("/v1/models")
-        try:
-            model = dict(listed["data"][0])
-            facts = await _facts(target, model)
-        except (LookupError, TypeError, ValueError):
-            raise ConfigError(
-                f"{target.base_url} lists no model under /v1/models; is it an OpenAI-compatible server?"
-            ) from None
+        facts = await read_server_facts(target)
         backend = CompletionsBackend(RequestOptions(facts.model, ignore_eos=True, extra={}))
         wanted = probes(settings.context_length or facts.context_length)
         with progress_bar(quiet=False) as bar:
             task = bar.add_task("probes", total=len(wanted))
             return await run_probes(target, backend, wanted, seconds, on_done=lambda: bar.advance(task)), facts
-
-
-async def _facts(target: ServerClient, model: dict[str, Any]) -> ServerFacts:
-    """The pool and the context length, as vLLM, SGLang and Tokenyard report them."""
-    info = await _get(target, "/get_server_info") or {}
-    return ServerFacts(
-        model=str(model["id"]),
-        kv_pool_tokens=info.get("max_total_num_tokens") or pool_tokens(await target.text("/metrics")),
-        context_length=model.get("max_model_len") or info.get("context_length"),
-    )
-
-
-async def _get(target: ServerClient, path: str) -> dict[str, Any] | None:
-    try:
-        found = await target.get(path)
-    except ConfigError:  # another kind of server may answer that path with a page
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def pool_tokens(metrics: str) -> int | None:
-    """The KV pool in tokens from the /metrics of vLLM, SGLang or Tokenyard, None if it is not there."""
-    found = re.search(r"^sglang:max_total_num_tokens(?:\{.*\})? ([0-9.e+]+)", metrics, re.MULTILINE)
-    if found:
-        return int(float(found[1])) or None
-    labels = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
-    sizes = dict(re.findall(r'(\w+)="(\d+)"', labels[1])) if labels else {}
-    return int(sizes.get("block_size", 0)) * int(sizes.get("num_gpu_blocks", 0)) or None
 
 
 def _profile(fit: ObservedFit, runs: list[Run], facts: ServerFacts, settings: Settings, where: str) -> Profile:

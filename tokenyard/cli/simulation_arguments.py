@@ -127,6 +127,11 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="cost profile written by `tokenyard calibrate`, instead of a built-in one",
     )
+    group.add_argument(
+        "--from-server",
+        metavar="URL",
+        help="take KV pool and context length from a running server: vLLM, SGLang or Tokenyard",
+    )
     add_fleet_arguments(parser)
     add_disagg_arguments(parser)
     add_kv_store_arguments(parser)
@@ -417,12 +422,33 @@ def _speculation(args: argparse.Namespace) -> Speculation | None:
 
 
 def profile_of(args: argparse.Namespace) -> Profile:
-    """`--profile`, a file or one that was read already, or else the profile of the device and the model."""
+    """`--profile`, a file or one that was read already, or else the profile of the device and the model; with
+    `--from-server` it has that server's KV pool and context length.
+    """
     if isinstance(args.profile, Profile):
         return args.profile
     if args.profile is not None:
-        return load_profile(args.profile)
-    return find_device_profile(args.device, args.profile_model, hardware_of(args))
+        profile = load_profile(args.profile)
+    else:
+        profile = find_device_profile(args.device, args.profile_model, hardware_of(args))
+    return profile if args.from_server is None else _as_served(profile, args.from_server)
+
+
+def _as_served(profile: Profile, url: str) -> Profile:
+    """The profile with the KV pool and the context length of the server at `url`.
+
+    Raises ConfigError if there is no server, or none that says how large its pool is.
+    """
+    from tokenyard.bench.server_facts import facts_of  # with an HTTP client, which other runs do not need
+
+    facts = facts_of(url)
+    if facts.kv_pool_tokens is None:
+        raise ConfigError(
+            f"--from-server {url} does not say how large its KV pool is, under /get_server_info or /metrics; give "
+            "--max-total-tokens and --context-length instead"
+        )
+    context = facts.context_length or profile.context_length
+    return replace(profile, kv_pool_tokens=facts.kv_pool_tokens, context_length=context)
 
 
 def check_named(args: argparse.Namespace) -> None:

@@ -33,13 +33,25 @@ _DOT_SEGMENT = re.compile(r"/\.{1,2}(/|$)")
 
 DATA_PREFIXES = ("/v1/", "/api/")
 DATA_PATHS = frozenset(
-    {"/generate", "/tokenize", "/detokenize", "/rerank", "/classify", "/encode", "/completion", "/close_session"}
+    {
+        *("/generate", "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/classify", "/encode"),
+        *("/completion", "/close_session"),
+    }
 )
 NAMES_MODEL = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/responses/input_tokens", "/v1/responses/compact"),
-        *("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/chat", "/api/generate", "/api/embed"),
+        *(
+            "/v1/embeddings",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/v1/score",
+            "/score",
+            "/api/chat",
+            "/api/generate",
+            "/api/embed",
+        ),
     }
 )
 """Paths whose body names a model."""

@@ -50,6 +50,7 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/rerank": (embeddings.rerank, embeddings.RerankRequest),
     "/v2/rerank": (embeddings.rerank, embeddings.RerankRequest),
     "/rerank": (embeddings.rerank, embeddings.RerankRequest),
+    "/score": (embeddings.score_pairs, embeddings.PairsRequest),
     "/api/embed": (embeddings.ollama_embed, embeddings.OllamaEmbed),
     "/v1/messages": (messages.messages, messages.MessagesRequest),
     "/v1/messages/count_tokens": (messages.count_tokens, messages.CountRequest),

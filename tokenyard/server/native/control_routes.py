@@ -198,6 +198,8 @@ def _model(state: ServerState, name: str = "") -> dict[str, Any]:
         "owned_by": "tokenyard",
         "root": state.options.model_name,
         "max_model_len": length,
+        "max_input_tokens": length,
+        "max_tokens": length,
     }
 
 

@@ -1,4 +1,5 @@
-"""Embeddings: `/v1/embeddings` in OpenAI's shape, `/v1/rerank` in Jina's and Cohere's, `/api/embed` in Ollama's.
+"""Embeddings: `/v1/embeddings` in OpenAI's shape, `/v1/rerank` in Jina's and Cohere's, `/score` in vLLM's, and
+`/api/embed` in Ollama's.
 
 A vector is pooled from the model's last hidden states and normalized. Models trained for embeddings, such as
 Qwen3-Embedding, give better vectors than chat models.
@@ -54,6 +55,14 @@ class RerankRequest(PoolingFields):
 
 
 @dataclass(kw_only=True)
+class PairsRequest(PoolingFields):
+    """`POST /score`: one text against each of several, or pairs of as many."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+@dataclass(kw_only=True)
 class OllamaEmbed(PoolingFields):
     """`POST /api/embed`."""
 
@@ -105,6 +114,24 @@ async def rerank(call: RequestContext) -> None:
         "object": "list",
         "model": body.model if adapter and body.model else call.state.options.model_name,
         "results": results,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    await call.reply.whole(orjson.dumps(content))
+
+
+async def score_pairs(call: RequestContext) -> None:
+    """Answer with the cosine similarity of the vectors of each pair of texts."""
+    body = await parse_body(call.body, PairsRequest, strict=call.state.options.strict_api)
+    adapter = call.state.check_model(body.model, body.lora_path)
+    first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+    if not first or len(first) not in (1, len(second)):
+        raise InvalidRequestError("text_1 must be one text, or as many as text_2", param="text_1")
+    vectors, tokens = await _vectors(call, body, adapter, split_prompts(call, [*first, *second], "text_2"))
+    scores = np.sum(vectors[: len(first)] * vectors[len(first) :], axis=1).tolist()
+    content = {
+        "object": "list",
+        "model": body.model if adapter and body.model else call.state.options.model_name,
+        "data": [{"index": place, "object": "score", "score": score} for place, score in enumerate(scores)],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
     await call.reply.whole(orjson.dumps(content))

@@ -7,7 +7,7 @@ from tokenyard.base import ConfigError
 from tokenyard.cost import Profile, closest_terms, get_profile, profile_names
 from tokenyard.cost.linear import Link
 from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU
-from tokenyard.sim.hardware.devices import Device, find_device, has_data_sheet
+from tokenyard.sim.hardware.devices import Device, find_device
 from tokenyard.sim.hardware.efficiencies import efficiency_of, engines
 from tokenyard.sim.hardware.kernel_tables import kernel_table
 from tokenyard.sim.hardware.measured_errors import measured_error
@@ -68,7 +68,7 @@ def find_device_profile(device: str, model: str, hardware: Hardware | None = Non
     """
     name = f"{device}/{model}".lower()
     built_in = any(one == name or one.startswith(f"{name}-tp") for one in profile_names())
-    if (hardware is None and built_in) or not has_data_sheet(device):
+    if hardware is None and built_in:
         return get_profile(device, model)
     return data_sheet_profile(device, model, hardware or Hardware())
 
@@ -81,6 +81,9 @@ def data_sheet_profile(device: str, model: str, hardware: Hardware) -> Profile:
     bits = KV_TYPES[hardware.kv_type]
     if bits is not None:
         shape = replace(shape, kv_bits=bits)
+    if any(attention.heads % hardware.tp for attention, _, _ in shape.layers):
+        heads = next(attention.heads for attention, _, _ in shape.layers if attention.heads % hardware.tp)
+        raise ConfigError(f"--tp-size {hardware.tp} does not divide the {heads} attention heads of {shape.name}")
     engine, _, version = hardware.engine.partition("@")
     parallel = Parallel(hardware.tp, hardware.dp, hardware.ep)
     roofline = Roofline(shape, sheet, parallel, efficiency_of(engine, sheet, shape.family))

@@ -75,11 +75,6 @@ def device_names() -> list[str]:
     return sorted(_DEVICES)
 
 
-def has_data_sheet(name: str) -> bool:
-    """Whether `find_device` knows `name`."""
-    return _word(name) in _DEVICES
-
-
 def _word(name: str) -> str:
     word = name.lower().replace("-", "_").replace(" ", "_")
     return _ALIASES.get(word, word)
@@ -89,5 +84,8 @@ def find_device(name: str) -> Device:
     """The data sheet of device `name`. Raises ConfigError, which lists the devices, for an unknown one."""
     word = _word(name)
     if word not in _DEVICES:
-        raise ConfigError(f"there is no data sheet of device {name!r}; choose one of {', '.join(device_names())}")
+        raise ConfigError(
+            f"there is no data sheet of device {name!r}; choose one of {', '.join(device_names())}, or give --profile "
+            "FILE of tokenyard calibrate"
+        )
     return _DEVICES[word]

@@ -1,5 +1,6 @@
 """The published sizes of well-known models, under the names of `config.json`, so that they need no download."""
 
+import difflib
 from typing import Any
 
 from tokenyard.base import ConfigError
@@ -122,7 +123,10 @@ def find_known(name: str) -> tuple[str, dict[str, Any]]:
         word = word.removesuffix(ending)
     found = KNOWN.get(_SAME.get(word, word))
     if found is None:
+        near = difflib.get_close_matches(word, known_models(), n=3)
         raise ConfigError(
-            f"the sizes of model {name!r} are not known; give its config.json, or one of {', '.join(known_models())}"
+            f"the sizes of model {name!r} are not known; "
+            + (f"did you mean {' or '.join(near)}? Else " if near else "")
+            + f"give its config.json, or one of {', '.join(known_models())}"
         )
     return name.rpartition("/")[2], found | types

@@ -17,8 +17,11 @@ NOT_MODELLED = (
     "compress_ratios",
     "block_configs",
     "layer_group_size",
+    "num_kv_shared_layers",
 )
-"""Keys of configurations whose layers differ in ways that are not read: Nemotron-H, MiMo-V2, Llama 4, DeepSeek V4."""
+"""Keys of configurations whose layers differ in ways that are not read: Nemotron-H, MiMo-V2, Llama 4, DeepSeek V4, the
+small ones of Gemma 4.
+"""
 
 BITS = {"fp8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4, "int8": 8, "awq": 4, "gptq": 4, "bf16": 16, "fp16": 16}
 DEFAULT_BITS = 16
@@ -301,8 +304,13 @@ def _attention(config: _Config, kind: str, hidden: int) -> Attention:
         return _recurrence(config, hidden, heads)
     kv_heads = config.size("num_key_value_heads", default=heads) or heads
     dim = config.size("head_dim", default=0) or hidden // heads
+    projections = 2
+    if kind == "full":  # in Gemma 4 they have heads of their own, and values may be the keys
+        dim = config.size("global_head_dim", default=0) or dim
+        if config.values.get("attention_k_eq_v"):
+            kv_heads, projections = config.size("num_global_key_value_heads", default=0) or kv_heads, 1
     gate = 2 if config.values.get("attn_output_gate") else 1
-    params = hidden * dim * (heads * (1 + gate) + 2 * kv_heads)
+    params = hidden * dim * (heads * (1 + gate) + projections * kv_heads)
     window = config.size("sliding_window", default=0) if kind == "window" else 0
     return Attention(kind, params, heads, kv_heads, dim, dim, 2 * dim, 2 * kv_heads * dim, window)
 
@@ -345,7 +353,9 @@ def _feed_forward(config: _Config, layer: int, hidden: int) -> FeedForward:
     width = config.size("moe_intermediate_size", "intermediate_size")
     shared = config.size("shared_expert_intermediate_size", default=0)
     shared = shared or config.size("n_shared_experts", default=0) * width
-    top_k = config.size("num_experts_per_tok", "experts_per_token", "num_experts_per_token")
+    if values.get("enable_moe_block"):  # Gemma 4 adds experts to the dense part
+        shared += config.size("intermediate_size")
+    top_k = config.size("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "top_k_experts")
     return FeedForward(hidden * experts + 3 * hidden * shared, experts, min(top_k, experts), 3 * hidden * width)
 
 
