@@ -151,9 +151,13 @@ class _Api:
             try:
                 with scratch.open("wb") as file:
                     shutil.copyfileobj(answer, file)
-                scratch.replace(path)
+                    size = file.tell()
             except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
+        # A connection that breaks looks like the end of the file.
+        if size != int(answer.headers.get("content-length", size)):
+            raise UnreachableError(f"{self._url}: the connection broke before the end of {file_id}")
+        scratch.replace(path)
 
     def _open(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Any:
         request = urllib.request.Request(self._url + path, body, headers, method=method)

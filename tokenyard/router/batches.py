@@ -1,6 +1,8 @@
 """`/v1/files` and `/v1/batches` at the router: files and answers on its disk, lines answered by all its workers."""
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,6 +38,8 @@ from tokenyard.router.proxy_exchange import Exchange
 from tokenyard.router.request_features import ParsedRequest
 from tokenyard.router.workers import HttpTarget
 from tokenyard.routing.tenant_limits import KeyGrant
+
+log = logging.getLogger(__name__)
 
 LINE_PRIORITY = -(1 << 30)
 """Below that of any request: how the lines at a target are told from requests."""
@@ -299,15 +303,20 @@ class FileSender(ClientHandler):
             front.fail(RouterError(404, "the file is gone", code="not_found"))
             return
         with file:
-            size = self._path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
             kind, length = (b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % size)
             front.begin(status_line(200), [kind, length])
-            while request is not None and request.method != b"HEAD":
-                data = await asyncio.to_thread(file.read, READ_BYTES)
-                if not data:
-                    break
-                await self._flowing.wait()
-                front.write(data)
+            try:
+                while request is not None and request.method != b"HEAD":
+                    data = await asyncio.to_thread(file.read, READ_BYTES)
+                    if not data:
+                        break
+                    await self._flowing.wait()
+                    front.write(data)
+            except OSError as error:
+                log.error("%s cannot be read: %s", self._path, error)
+                front.abort()
+                return
         front.end()
 
     @override
