@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.servers import Server
 from tests.e2e.test_fleet import Route
+from tokenyard.cli import submit_batch
+from tokenyard.cli.main import main
 
 FLAGS = ("--executor", "mock", "--mock-step-ms", "2", "--admin-api-key", "admin")
 
@@ -121,6 +123,43 @@ def test_a_line_that_is_no_request_fails_the_batch_and_nothing_else(server, line
     error = batch.errors.data[0]
     assert (error.line, error.param, error.code) == (3, param, code)
     assert ended(client, other).status == "completed"
+
+
+def test_the_command_waits_and_writes_answers_and_errors(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(submit_batch, "POLL_S", 0.05)
+    wrong = lines(1, first=50)[0]
+    wrong["body"]["temperature"] = -3
+    source, output = tmp_path / "lines.jsonl", tmp_path / "answers.jsonl"
+    source.write_text("".join(json.dumps(one) + "\n" for one in [*lines(5), wrong]), encoding="utf-8")
+    to_server = ("--output", str(output), "--url", server.url)
+    assert main(["batch", str(source), *to_server, "--key", "a-key"]) == 1
+    said = capsys.readouterr().err
+    assert "is completed: 5 of 6 lines answered, the others are in " in said
+    written = [[json.loads(line) for line in open(path, "rb")] for path in (output, f"{output}.errors")]
+    assert [[one["custom_id"] for one in some] for some in written] == [[f"line-{i}" for i in range(5)], ["line-50"]]
+    # Another tenant may not wait for it; its own may, for a second copy of the answers.
+    name = said.split()[1]
+    monkeypatch.setenv("TOKENYARD_API_KEY", "b-key")
+    assert main(["batch", "--id", name, *to_server]) == 2
+    assert "there is no batch" in capsys.readouterr().err
+    before = output.read_bytes()
+    output.unlink()
+    monkeypatch.setenv("TOKENYARD_API_KEY", "a-key")
+    main(["batch", "--id", name, *to_server])
+    assert output.read_bytes() == before
+
+
+def test_the_command_refuses_a_file_that_has_no_requests(server, tmp_path, capsys):
+    source = tmp_path / "lines.jsonl"
+    flags = (str(source), "--output", str(tmp_path / "answers.jsonl"), "--url", server.url, "--key", "a-key")
+    assert main(["batch", *flags]) == 2
+    assert "lines.jsonl cannot be read: No such file" in capsys.readouterr().err
+    source.write_text("no json", encoding="utf-8")
+    assert main(["batch", *flags]) == 2
+    assert "line 1 is no request" in capsys.readouterr().err
+    source.write_text(json.dumps(lines(1)[0]) + '\n{"custom_id": 3}\n', encoding="utf-8")
+    assert main(["batch", *flags]) == 1
+    assert "line 2: custom_id must be a string" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,12 @@ class Waiting(OpenRequest):
     """A request that waits for its model."""
 
     def __init__(self, router, model):
-        super().__init__(ParsedRequest(model=model))
+        super().__init__(asked("/v1/completions", {"model": model}), ParsedRequest(model=model))
         self.router, self.error = router, None
+
+    @property
+    def status(self):
+        return None
 
     def dispatched(self):
         raise AssertionError("no engine is there")
@@ -54,9 +58,6 @@ class Waiting(OpenRequest):
 
     def tokens_used(self):
         return 0, 0, 0
-
-    def log_fields(self):
-        return {}
 
     def check_time(self, now_s):
         pass

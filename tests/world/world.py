@@ -332,13 +332,15 @@ class World:
             with installed(self.clock, self._patches()):
                 found = self.loop.run_until_complete(self._main())
                 begun = self.clock.now_ns
+                # Requests of processes that died are closed with the world, and log that.
+                logged = list(alarms.lines)
                 self._end()
         finally:
             root.removeHandler(alarms)
             root.propagate = levels[1]
             asyncio.set_event_loop(None)
             self.folder.cleanup()
-        found += [f"logged: {line}" for line in alarms.lines if not _harmless(line)]
+        found += [f"logged: {line}" for line in logged if not _harmless(line)]
         found += [f"loop: {line}" for line in self.loop.failures]
         found += [f"scheduler: {thread.error!r}" for thread in self.threads if thread.error is not None]
         for seen in self.seen:

@@ -57,8 +57,9 @@ class OwnRoute:
 class OpenRequest(PendingRequest[HttpWorker], ABC):
     """A request whose client waits for the response."""
 
-    def __init__(self, parsed: ParsedRequest, *, disagg: bool = False) -> None:
+    def __init__(self, request: ClientRequest, parsed: ParsedRequest, *, disagg: bool = False) -> None:
         super().__init__(parsed, disagg=disagg)
+        self._request = request
         self.parsed = parsed
         """What the router read from its body."""
         self.key: KeyUsage | None = None
@@ -67,6 +68,15 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
         """From its arrival until it was first sent, or refused; 0 before."""
         self.first_byte_ns = 0
         """When the response began, 0 before."""
+        self._outcome = ""
+        """How it ended: done, client_gone or the code of an error."""
+        self._usage: tuple[int | None, int | None, int | None] = (None, None, None)
+        """Tokens of prompt, cached prompt and answer, as the response reports them."""
+
+    @property
+    @abstractmethod
+    def status(self) -> int | None:
+        """Of the response, None before it."""
 
     @abstractmethod
     def dispatched(self) -> None:
@@ -80,9 +90,18 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
     def tokens_used(self) -> tuple[int, int, int]:
         """Tokens of prompt, cached prompt and answer; an estimate of the prompt where the answer does not report it."""
 
-    @abstractmethod
     def log_fields(self) -> dict[str, Any]:
         """What the log says of it once it has ended, besides times."""
+        prompt, cached, output = self._usage
+        return {
+            "rid": self._request.request_id.decode("latin-1"),
+            "path": self._request.path,
+            "outcome": self._outcome,
+            "status": self.status,
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "output_tokens": output,
+        }
 
     @abstractmethod
     def check_time(self, now_s: float) -> None:

@@ -48,16 +48,18 @@ class PickedRequest(OpenRequest):
     """A request that Envoy carries to the endpoint that the dispatch machine chooses."""
 
     def __init__(self, router: Router, request: ClientRequest, parsed: ParsedRequest) -> None:
-        super().__init__(parsed)
-        self._router, self._request = router, request
+        super().__init__(request, parsed)
+        self._router = router
         self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once it has a target; raises TokenyardError if it gets none."""
-        self.status: int | None = None
-        """Of the response, None before."""
-        self._outcome = ""
+        self._status: int | None = None
         self._tail = b""
-        self._usage: tuple[int | None, int | None, int | None] = (None, None, None)
         self._stream = asyncio.current_task()
+
+    @property
+    @override
+    def status(self) -> int | None:
+        return self._status
 
     @override
     def dispatched(self) -> None:
@@ -77,7 +79,7 @@ class PickedRequest(OpenRequest):
 
     def began(self, status: int) -> None:
         """The response has begun."""
-        self.status = status
+        self._status = status
         router, target = self._router, self.target
         assert target is not None
         if status in RETRYABLE:
@@ -119,19 +121,6 @@ class PickedRequest(OpenRequest):
         if prompt is None:
             prompt = self.parsed.tokens if self.status == 200 else 0
         return prompt, cached or 0, output or 0
-
-    @override
-    def log_fields(self) -> dict[str, Any]:
-        prompt, cached, output = self._usage
-        return {
-            "rid": self._request.request_id.decode("latin-1"),
-            "path": self._request.path,
-            "outcome": self._outcome,
-            "status": self.status,
-            "prompt_tokens": prompt,
-            "cached_tokens": cached,
-            "output_tokens": output,
-        }
 
     @override
     def check_time(self, now_s: float) -> None:

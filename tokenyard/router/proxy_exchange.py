@@ -68,8 +68,8 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         *,
         disagg: bool = False,
     ) -> None:
-        super().__init__(parsed, disagg=disagg)
-        self._router, self._front, self._request = router, front, request
+        super().__init__(request, parsed, disagg=disagg)
+        self._router, self._front = router, front
         self._passing = passing
         self._pieces, self._seen_pieces, self._quiet_since_s = 0, -1, 0.0
         self._upstream: UpstreamConnection | None = None
@@ -80,12 +80,15 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         self._follows = False
         self._failures = 0
         self._before = self._last = self._held = b""
-        self._outcome = ""
         self.added_headers: Headers = []
         """Headers of the router for this request alone."""
-        self._usage: tuple[int | None, int | None, int | None] = (None, None, None)
 
     # The request.
+
+    @property
+    @override
+    def status(self) -> int | None:
+        return None if self._head is None else self._head.status
 
     @override
     def dispatched(self) -> None:
@@ -336,17 +339,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
 
     @override
     def log_fields(self) -> dict[str, Any]:
-        prompt, cached, output = self._usage
-        return {
-            "rid": self._request.request_id.decode("latin-1"),
-            "path": self._request.path,
-            "outcome": self._outcome,
-            "status": None if self._head is None else self._head.status,
-            "prompt_tokens": prompt,
-            "cached_tokens": cached,
-            "output_tokens": output,
-            "continued": self._failures,
-        }
+        return super().log_fields() | {"continued": self._failures}
 
     # Failures.
 
