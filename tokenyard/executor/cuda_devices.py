@@ -67,6 +67,16 @@ def _driver_version(text: str) -> str:
     return numbers[0] if numbers else "of unknown version"
 
 
+def use_device(device: torch.device) -> None:
+    """Make a device the current one of the calling thread; call it first on each thread that launches work.
+
+    A thread begins with device 0. Triton launches on the current device, and events, graphs and pinned memory belong to
+    it, whatever device the tensors are on.
+    """
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+
+
 def prepare_cuda(device: torch.device) -> None:
     """Set what torch keeps per process: the current device, and how products and attention are computed.
 
@@ -84,8 +94,7 @@ def prepare_cuda(device: torch.device) -> None:
             f"{device} ({name}) has compute capability {capability[0]}.{capability[1]}; Tokenyard needs 8.0 or newer "
             "(Ampere): choose another device, or --device cpu"
         )
-    # Events and pinned memory belong to the current device, whatever device the tensors are on.
-    torch.cuda.set_device(device)
+    use_device(device)
     # Images of some vendors turn TF32 on, which keeps 10 of the 23 bits of a float32.
     torch.set_float32_matmul_precision("highest")
     # cuDNN builds a new graph for every number of keys, and a decode has one more key at every step.

@@ -49,7 +49,7 @@ class HostCopies:
     """Copies results to the host. On CUDA it has its own stream, so that the next step does not wait for the copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = copy_stream(device) if device.type == "cuda" else None
+        self._stream = copy_stream(device)
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
@@ -94,7 +94,7 @@ def uploaded(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 @functools.cache
 def upload_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the device's one stream for copies from the host; None on a CPU."""
-    return copy_stream(device) if device.type == "cuda" else None
+    return copy_stream(device)
 
 
 def timing_event() -> torch.cuda.Event:
@@ -102,9 +102,9 @@ def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Make a stream for copies."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Make a stream for copies; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def current_stream() -> torch.cuda.Stream:

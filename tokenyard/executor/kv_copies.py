@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array
+from tokenyard.executor.cuda_streams import copy_stream
 from tokenyard.executor.kv_pool import KvPool
 
 
@@ -15,9 +16,7 @@ class _ThreadStaging(threading.local):
 
     def __init__(self, device: torch.device) -> None:
         """Called once in each thread."""
-        self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = copy_stream(device)
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def memory(self, size: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tokenyard.base import (
     WeightGroup,
     WeightSource,
 )
+from tokenyard.executor.cuda_devices import use_device
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.cuda_streams import HostCopies, StepTimer
 from tokenyard.executor.drafter import Choose, Drafter, accepted_runs, drafts_to_verify
@@ -218,6 +219,7 @@ class ModelExecutor:
 
     def prepare_weights(self, source: WeightSource) -> str:
         """Read other weights next to those in use; see Executor. Raises ConfigError, also for a divided model."""
+        use_device(self._device)
         with torch.inference_mode():
             return self._updates.prepare(source)
 
@@ -247,10 +249,12 @@ class ModelExecutor:
 
     def join_weight_group(self, group: WeightGroup) -> None:
         """Join a trainer's group; see Executor."""
+        use_device(self._device)
         self._updates.groups.join(group)
 
     def receive_weights(self, group: str, tensors: list[tuple[str, str, list[int]]]) -> None:
         """Receive tensors for the next update; see Executor."""
+        use_device(self._device)
         self._updates.receive(group, tensors, self._device)
 
     def leave_weight_group(self, group: str) -> None:

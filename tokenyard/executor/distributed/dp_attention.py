@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo
+from tokenyard.executor.cuda_devices import use_device
 from tokenyard.executor.distributed.process_group import Rendezvous, TorchProcessGroup
 from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, STOPPED_AFTER_S, STOPPED_STATES, state_of
 from tokenyard.executor.distributed.rank_messages import RankReport, RankSocket, check_report
@@ -204,9 +205,7 @@ class DpAttentionExecutor(ModelExecutor):
     @torch.inference_mode()
     def idle(self) -> None:
         """Compute an idle batch in a step of the others, on the thread that listens to rank 0."""
-        if self._device.type == "cuda":
-            # The current device is set per thread, and Triton launches on it wherever the tensors are.
-            torch.cuda.set_device(self._device)
+        use_device(self._device)
         assert isinstance(self.model, TorchModel)
         self.model.idle()
 
