@@ -21,9 +21,14 @@ from tokenyard.executor.runner import ModelExecutor
 
 GPU = torch.device("meta")
 _torch_tensor, _torch_numpy = torch.tensor, torch.Tensor.numpy
-PINNED = {}
-"""Pinned memory: weak references, which keep a number from being used again, by the numbers of storages."""
+PINNED = set()
+"""Pinned memory: weak references to storages."""
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+def _storage(tensor):
+    """A weak reference to a tensor's memory; it keeps the name of that memory from being used again."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 class Waited(AssertionError):
@@ -75,7 +80,7 @@ class Watch(TorchDispatchMode):
         if target == GPU and CURRENT[-1] is STEPS:
             raise Waited(f"a copy of {tuple(source.shape)} to the device that waits for the step before")
         host = source if source.device.type == "cpu" else args[0]
-        if host.untyped_storage()._cdata not in PINNED:
+        if _storage(host) not in PINNED:
             raise Waited(f"a copy of {tuple(source.shape)} to or from memory that is not pinned")
         return args[0] if target.type == "cpu" else func(*args, **kwargs)
 
@@ -170,7 +175,7 @@ class _StreamOrder(Watch):
 
     def __init__(self, unwatched, patient):
         super().__init__(patient=patient)
-        self._unwatched = {tensor.untyped_storage()._cdata for tensor in unwatched}
+        self._unwatched = {_storage(tensor) for tensor in unwatched}
         self._memory = {}
 
     def run(self, func, args, kwargs):
@@ -198,13 +203,11 @@ class _StreamOrder(Watch):
         stream.seen[stream] += 1
         now = stream.seen[stream]
         for tensor, writes in (*((one, False) for one in read), *((one, True) for one in written)):
-            if not isinstance(tensor, torch.Tensor) or (key := tensor.untyped_storage()._cdata) in self._unwatched:
+            if not isinstance(tensor, torch.Tensor) or (key := _storage(tensor)) in self._unwatched:
                 continue
             if key not in self._memory:
-                reference = StorageWeakRef(tensor.untyped_storage())
-                on_device = tensor.device == GPU
                 self._memory[key] = SimpleNamespace(
-                    owner=stream, on_device=on_device, wrote=(stream, 0), reads={}, recorded=set(), reference=reference
+                    owner=stream, on_device=tensor.device == GPU, wrote=(stream, 0), reads={}, recorded=set()
                 )
             memory = self._memory[key]
             others = [memory.wrote, *memory.reads.items()] if writes else [memory.wrote]
@@ -217,11 +220,11 @@ class _StreamOrder(Watch):
 
     def in_use(self, tensor, stream):
         """What record_stream promises."""
-        self._memory[tensor.untyped_storage()._cdata].recorded.add(stream)
+        self._memory[_storage(tensor)].recorded.add(stream)
 
     def check_freed(self):
         """Raise for memory that was freed, and so may be taken by the owner's next work, while in use elsewhere."""
-        for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
+        for key in [key for key in self._memory if key.expired()]:
             memory = self._memory.pop(key)
             if not memory.on_device:  # the allocator of pinned memory waits for copies
                 continue
@@ -248,8 +251,7 @@ def _tensor(data, *, device="cpu", **options):
 
 
 def _pinned(tensor):
-    storage = tensor.untyped_storage()
-    PINNED[storage._cdata] = StorageWeakRef(storage)
+    PINNED.add(_storage(tensor))
     return tensor
 
 
