@@ -13,15 +13,24 @@ from tokenyard.scheduler import Scheduler
 
 
 def make_yard(
-    slots=50, tokens=400, page_size=1, interval=8, depth=1, answer_tokens=None, context=240, slot_pages=0, **fields
+    slots=50,
+    tokens=400,
+    page_size=1,
+    interval=8,
+    depth=1,
+    rows=6,
+    answer_tokens=None,
+    context=240,
+    slot_pages=0,
+    **fields,
 ):
     """A yard whose device checks the state that each row continues from."""
     states = StateGroup(slots, track_interval=interval, slot_pages=slot_pages)
-    info = make_info(tokens // page_size, page_size, rows=8, context=context, states=states)
+    info = make_info(tokens // page_size, page_size, rows=rows + 2, context=context, states=states)
     settings = SchedulerSettings(
         page_size=page_size,
         context_length=context,
-        max_running_requests=6,
+        max_running_requests=rows,
         max_in_flight=depth,
         **{"schedule_conservativeness": 0.1, "chunked_prefill_size": 16} | fields,
     )
@@ -144,12 +153,22 @@ def test_parallel_answers_share_the_checkpoint_of_their_prompt():
 
 
 def test_the_end_of_a_prompt_is_kept_before_what_is_on_the_way(monkeypatch):
-    """A step saves at most 16 states in pages of the KV pool."""
+    """A step saves at most 16 states of prompts in pages of the KV pool."""
     monkeypatch.setattr("tokenyard.policy.state_retention.SPACING_TOKENS", 4)
     yard = make_yard(tokens=2000, slots=1000, slot_pages=2, chunked_prefill_size=-1)
     prompt = prompt_of(20, 100)
     ask(yard, prompt)
     assert ask(yard, prompt)[0] == 99
+
+
+def test_all_of_many_rows_that_decode_together_keep_the_state_of_their_answer():
+    yard = make_yard(tokens=8000, slots=4000, slot_pages=2, rows=40, chunked_prefill_size=-1)
+    prompts = [prompt_of(seed, 11) for seed in range(40)]
+    numbers = [yard.submit(prompt, max_new=15) for prompt in prompts]
+    yard.run(1)
+    yard.check()
+    hits = [ask(yard, prompt + yard.tokens[number] + [5])[0] for prompt, number in zip(prompts, numbers, strict=True)]
+    assert hits == [24] * 40
 
 
 def test_a_kv_store_is_refused():

@@ -22,7 +22,9 @@ class WindowGroup:
 
 
 MAX_STATE_SAVES = 16
-"""Checkpoints that a step saves at most where they are in pages of the KV pool: so many are copied there after it."""
+"""Checkpoints of prompts that a step saves at most where they are in pages of the KV pool: the executor keeps so many
+states until it has copied them there. Those of answers are copied from the working states.
+"""
 
 MIN_CHECKPOINTS = 8
 """Of recurrent states, so that a small KV pool caches anything at all."""

@@ -1,9 +1,9 @@
 """The memory of recurrent states, and which of them a step reads and writes."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -92,8 +92,8 @@ class PagedCheckpoints:
 class StatePool:
     """The states of all layers that have one: a slot for each pool row, then those of the checkpoints.
 
-    Where checkpoints are in pages of the KV pool (`paged`), a step saves to the last `MAX_STATE_SAVES` slots, and
-    `keep` copies them to their pages.
+    Where checkpoints are in pages of the KV pool (`paged`), `keep` copies them there after a step: those of rows that
+    decode or verify from their working states, those within chunks from the last `MAX_STATE_SAVES` slots.
 
     conv: [layers, slots, kernel - 1, channels], the last inputs of the convolution, in the dtype of the model.
     recurrent: float32[layers, slots, *state_shape].
@@ -129,16 +129,20 @@ class StatePool:
             for states in (self.conv, self.recurrent):
                 states[:, targets] = states[:, sources]
         saves: dict[int, list[tuple[int, int]]] = {}
-        for place, (pool_row, position, slot) in enumerate(plan.state_saves.tolist()):
-            target = slot if self._paged is None else self._first_save + place
-            saves.setdefault(pool_row, []).append((position, target))
+        for (pool_row, position, _), slot in zip(plan.state_saves.tolist(), self._saved_to(plan), strict=True):
+            saves.setdefault(pool_row, []).append((position, slot))
         decodes, pool_rows = plan.decode_rows, plan.pool_rows.tolist()
         # A prompt of one token may come as a decode: it continues nothing.
         fresh = [pool_rows[row] for row in (plan.starts[:decodes] == 0).nonzero()[0].tolist()]
         if fresh:
             for states in (self.conv, self.recurrent):
                 states[:, fresh] = 0
-        kept = [(row, slot) for row in range(decodes) for _, slot in saves.get(pool_rows[row], ())] if saves else []
+        kept = [
+            (row, slot)
+            for row in (range(decodes) if saves else ())
+            for _, slot in saves.get(pool_rows[row], ())
+            if slot != pool_rows[row]
+        ]
         columns = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T.to(device)
         return StateBatch(
             pool=self,
@@ -150,8 +154,7 @@ class StatePool:
     def keep(self, plan: StepPlan) -> None:
         """Copy what the plan's forward pass saved to pages of the KV pool, if checkpoints are there."""
         if self._paged is not None:
-            for place, pages in enumerate(plan.state_pages[len(plan.state_copies) :]):
-                slot = self._first_save + place
+            for slot, pages in zip(self._saved_to(plan), plan.state_pages[len(plan.state_copies) :], strict=True):
                 parts = [states[:, slot].flatten().view(torch.uint8) for states in (self.conv, self.recurrent)]
                 self._paged.write(pages, torch.cat(parts))
 
@@ -174,6 +177,15 @@ class StatePool:
         for run, count in zip(runs, counts, strict=True):
             for layer, replay in enumerate(batch.unverified[run.first] if count else ()):
                 self.conv[layer, run.slot], self.recurrent[layer, run.slot] = replay(count)
+
+    def _saved_to(self, plan: StepPlan) -> list[int]:
+        """The slot of each of a plan's saves after its forward pass, and before `confirm`."""
+        if self._paged is None:
+            return plan.state_saves[:, 2].tolist()
+        within = itertools.count(self._first_save)
+        chunks = set(plan.pool_rows[plan.chunks_from :].tolist())
+        # Other rows save the state after their last certain token, which is their working state until then.
+        return [next(within) if pool_row in chunks else pool_row for pool_row in plan.state_saves[:, 0].tolist()]
 
     def _set(self, slot: int, content: torch.Tensor) -> None:
         """Set the states in a slot from the bytes that `keep` made of one."""
@@ -201,9 +213,10 @@ def _runs(plan: StepPlan, saves: dict[int, list[tuple[int, int]]]) -> list[State
     ):
         own = saves.get(pool_row, ())
         cuts = sorted({start, start + count, *(position for position, _ in own)})
-        for begin, end in pairwise(cuts):
+        for begin, end in itertools.pairwise(cuts):
             unverified = verifies and end == cuts[-1]
-            targets = () if unverified else (pool_row, *(slot for position, slot in own if position == end))
+            saved = (slot for position, slot in own if position == end and slot != pool_row)
+            targets = () if unverified else (pool_row, *saved)
             runs.append(StateRun(first, first + end - begin, pool_row, begin == 0, targets))
             first += end - begin
     return runs

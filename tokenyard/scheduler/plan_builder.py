@@ -7,9 +7,11 @@ import numpy as np
 from tokenyard.base import DRAFT, LAST_SAMPLED, Int32Array, RowStart, StepPlan
 from tokenyard.base.protocols import MAX_STATE_SAVES
 from tokenyard.base.step_plan import NO_STATE_COPIES, NO_STATE_PAGES, NO_STATE_SAVES
-from tokenyard.cache.state_checkpoints import ANSWER, SPACED
+from tokenyard.cache.state_checkpoints import ANSWER, BRANCH, PROMPT, SPACED
 from tokenyard.scheduler.memory import NO_PAGES, KvMemory
 from tokenyard.scheduler.request_table import RequestTable
+
+_SAVED_FIRST = (ANSWER, BRANCH, PROMPT, SPACED)
 
 
 @dataclass(slots=True)
@@ -146,9 +148,10 @@ class PlanBuilder:
         """Take a slot for each state to be saved that is worth one: int32[n, 3], see StepPlan."""
         states, found = self._memory.states, []
         if states is not None and states.slot_tokens and len(self._state_saves) > MAX_STATE_SAVES:
-            # Those on the way of a long prompt give way to the ends.
-            self._state_saves.sort(key=lambda save: save.kind == SPACED)
-            del self._state_saves[MAX_STATE_SAVES:]
+            # Those on the way of a long prompt give way to the ends, and these to what prompts have in common.
+            self._state_saves.sort(key=lambda save: _SAVED_FIRST.index(save.kind))
+            answers = sum(save.kind == ANSWER for save in self._state_saves)
+            del self._state_saves[answers + MAX_STATE_SAVES :]
         for save in self._state_saves:
             assert states is not None
             if save.kind == ANSWER:
