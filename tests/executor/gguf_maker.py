@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from tokenyard.executor.gguf_file.weights import IN_LAYER, OWN_IN_LAYER, WHOLE, WITHOUT_KIND
 
+DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
+
 
 def gguf_names(name, architecture="llama"):
     """GGUF's name of a Hugging Face tensor, and the expert if it is one's."""
@@ -34,12 +36,57 @@ def tiled(tensor, heads, key_heads, dim=0):
     return tensor.index_select(dim, torch.tensor(order))
 
 
-def delta_net(name, tensor, config):
-    """A tensor of Qwen3.5 as llama.cpp's converter hands it on."""
+def two_products(tensors, config):
+    """The first product of Qwen3-Next, whose rows are ordered by key head, as those of Qwen3.5."""
+    key_heads, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // key_heads * config["linear_value_head_dim"]
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("in_proj_qkvz.weight"):
+            parts = tensor.view(key_heads, -1, tensor.shape[1]).split([key_dim, key_dim, values, values], dim=1)
+            *qkv, z = (part.flatten(0, 1) for part in parts)
+            found |= {name.replace("qkvz", "qkv"): torch.cat(qkv), name.replace("qkvz", "z"): z}
+        else:
+            found[name.replace("in_proj_ba", "in_proj_b")] = tensor
+    return found
+
+
+def granite_hybrid(name, tensor, config):
+    """The tensors that llama.cpp's converter makes of one of Granite 4."""
+    base, _, part = name.partition("shared_mlp.")
+    if part:
+        own = "mlp.shared_expert" if config["num_local_experts"] else "mlp"
+        names = ["down"] if part.startswith("output") else ["gate", "up"]
+        halves = tensor.chunk(len(names))
+        return [(f"{base}{own}.{one}_proj.weight", half) for one, half in zip(names, halves, strict=True)]
+    base, _, part = name.partition("block_sparse_moe.")
+    if part.startswith("router"):
+        return [(f"{base}mlp.gate.weight", tensor)]
+    if part:
+        names = ["down"] if part.startswith("output") else ["gate", "up"]
+        halves = tensor.chunk(len(names), dim=1)
+        return [
+            (f"{base}mlp.experts.{expert}.{one}_proj.weight", half[expert])
+            for one, half in zip(names, halves, strict=True)
+            for expert in range(len(half))
+        ]
+    if name.endswith(("A_log", ".D")):
+        return [(name, (-tensor.exp() if name.endswith("A_log") else tensor)[:, None])]
+    if name.endswith("mamba.norm.weight"):
+        tensor = tensor.view(config["mamba_n_groups"], -1)
+    return [(name, tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor)]
+
+
+def delta_net(name, tensor, config, tiles):
+    """A tensor of Qwen3.5 as llama.cpp's converter hands it on; without `tiles` one of Qwen3-Next."""
     heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
     keys = 2 * key_heads * config["linear_key_head_dim"]
     if name.endswith("norm.weight"):
         return tensor + (0.0 if "linear_attn" in name else 1.0)
+    if "shared_expert_gate" in name:
+        return tensor[0]
+    if not tiles:
+        return -tensor.exp() if name.endswith("A_log") else tensor.squeeze(1) if "conv1d" in name else tensor
     if "conv1d" in name or "in_proj_qkv" in name:
         tensor = tensor.squeeze(1) if "conv1d" in name else tensor
         return torch.cat((tensor[:keys], tiled(tensor[keys:], heads, key_heads)))
@@ -63,9 +110,24 @@ def own_keys(architecture, config):
         kinds = config["layer_types"]
         kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds]
         return {"shortconv.l_cache": config["conv_L_cache"], "attention.head_count_kv": kv_heads}
-    if architecture == "qwen35":
+    if architecture == "granitehybrid":
+        kinds = config["layer_types"]
+        return {
+            **own_keys("granite", config),
+            "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
+            "feed_forward_length": config["shared_intermediate_size"],
+            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+            "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
+            "ssm.group_count": config["mamba_n_groups"],
+            "ssm.time_step_rank": config["mamba_n_heads"],
+            "ssm.state_size": config["mamba_d_state"],
+            "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
+            "ssm.conv_kernel": config["mamba_d_conv"],
+        }
+    if architecture in DELTA_NETS:
         heads = config["linear_num_value_heads"]
         return {
+            "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
             "ssm.group_count": config["linear_num_key_heads"],
             "ssm.time_step_rank": heads,
             "ssm.state_size": config["linear_key_head_dim"],
@@ -77,8 +139,13 @@ def own_keys(architecture, config):
 
 def as_converted(architecture, tensors, config):
     """The tensors of a family as llama.cpp's converter hands them on: Gemma's norms plus one, stacks of experts cut."""
-    if architecture == "qwen35":
-        return {name: delta_net(name, tensor, config) for name, tensor in tensors.items()}
+    if architecture == "qwen3next":
+        tensors = two_products(tensors, config)
+    if architecture in DELTA_NETS:
+        tiles = architecture != "qwen3next"
+        return {name: delta_net(name, tensor, config, tiles) for name, tensor in tensors.items()}
+    if architecture == "granitehybrid":
+        return dict(pair for name, tensor in tensors.items() for pair in granite_hybrid(name, tensor, config))
     if architecture == "lfm2":
         return {name: tensor.squeeze(1) if ".conv.conv." in name else tensor for name, tensor in tensors.items()}
     found = {}
@@ -264,7 +331,7 @@ def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", sp
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "expert_count": config.get("num_local_experts"),
+        "expert_count": config.get("num_experts") or config.get("num_local_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size") or config["intermediate_size"],
         "attention.sliding_window": config.get("sliding_window"),
@@ -275,7 +342,13 @@ def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", sp
     facts, factors = rope_facts(config)
     epsilon = config["norm_eps" if architecture == "lfm2" else "rms_norm_eps"]
     own |= {"attention.layer_norm_rms_epsilon": float(epsilon), **facts, **own_keys(architecture, config)}
-    add = {list: writer.add_array, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add = {
+        list: writer.add_array,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     for key, value in (own | changes).items():
         if type(value) in add:
             add[type(value)](f"{architecture}.{key}", value)
@@ -302,7 +375,7 @@ def add_tensors(writer, config, tensors, kind, architecture):
         of_own = kind(own) if callable(kind) else kind
         fits = values.ndim == 2 and "_inp" not in own
         quantized = gguf.GGMLQuantizationType[of_own if fits else "F32"]
-        if architecture in ("granite", "llama") and (".attn_q." in own or ".attn_k." in own):
+        if architecture in ("granite", "granitehybrid", "llama") and (".attn_q." in own or ".attn_k." in own):
             heads = config["num_attention_heads" if ".attn_q." in own else "num_key_value_heads"]
             stored = quantized_rows(interleaved(values, heads), quantized)
             whole[name] = deinterleaved(gguf.dequantize(stored, quantized), heads)

@@ -102,6 +102,10 @@ def test_config_tokens_template_and_ends_are_those_of_the_folder(tmp_path):
         ("lfm2", "lfm2"),
         ("qwen3.5", "qwen35"),
         ("qwen3.5-odd", "qwen35"),
+        ("qwen3.5-moe", "qwen35moe"),
+        ("qwen3-next-normed", "qwen3next"),
+        ("granite-hybrid", "granitehybrid"),
+        ("granite-hybrid-moe-7", "granitehybrid"),
     ],
 )
 def test_other_kinds_compute_what_transformers_does(tmp_path, folder, case, architecture):

@@ -16,17 +16,17 @@ PAGES, PAGE = 9, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
-def pool(device: str, dtype: torch.dtype) -> KvPool:
-    config = SimpleNamespace(kv_layers=(0, 1, 2), kv_planes=2, two_kv_shapes=False, kv_shape=lambda layer: (2, 4))
+def pool(device: str, dtype: torch.dtype, planes: int = 2) -> KvPool:
+    config = SimpleNamespace(kv_layers=(0, 1, 2), kv_planes=planes, two_kv_shapes=False, kv_shape=lambda layer: (2, 4))
     made = KvPool(config, PAGES, PAGE, torch.device(device), dtype)
     made.tensor.copy_(torch.arange(made.tensor.numel()).view(made.tensor.shape) % 251)
     return made
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_is_the_same_from_a_device_and_from_memory(device, dtype):
-    there, here = pool(device, dtype), pool("cpu", dtype)
+@pytest.mark.parametrize(("dtype", "planes"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.bfloat16, 1)])
+def test_a_block_is_the_same_from_a_device_and_from_memory(device, dtype, planes):
+    there, here = pool(device, dtype, planes), pool("cpu", dtype, planes)
     blocks, view = DeviceBlocks(there), PoolView(map_pages(here.pieces), PAGES)
     assert blocks.page_bytes == view.page_bytes
     pages = np.array([7, 2, 3, 9], np.int32)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.executor.crowded_yard import check_greedy_answers, yard_of
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, TORCH_CASES, greedy, logits, prompt_of
+from tokenyard import LLM
 from tokenyard.base import ConfigError, LogprobOptions
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.hf_config import read_model_config
@@ -75,8 +76,25 @@ def test_latents_are_kept_once(folder):
     executor = load(folder, "deepseek-v3")
     assert executor.kv_pool.tensor.shape[1:2] + executor.kv_pool.tensor.shape[3:] == (1, 1, 20 + 8)
     assert executor.info.kv_bytes_per_token == 4 * 3 * (20 + 8)
-    with pytest.raises(ConfigError, match="latents of MLA cannot be moved"):
-        executor.pieces(torch.ones(1, dtype=torch.int32).numpy())
+    found = executor.pieces(torch.ones(1, dtype=torch.int32).numpy())
+    assert found.addresses.shape[1] * found.nbytes == 4 * executor.info.kv_bytes_per_token, "of a page of four tokens"
+
+
+def test_latents_are_found_again_on_disk(folder, tmp_path):
+    options = {"device": "cpu", "dtype": "float32", "threads": 1, "skip_tokenizer_init": True, "page_size": 4}
+    prompt, found = prompt_of(150, seed=9), []
+    for _ in range(2):
+        with LLM(
+            folder("deepseek-v2"),
+            enable_hierarchical_cache=True,
+            hicache_storage_backend="disk",
+            hicache_storage_dir=str(tmp_path),
+            **options,
+        ) as llm:
+            (generation,) = llm.generate(prompt, max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        assert generation.completions[0].token_ids == greedy("deepseek-v2", prompt, TOKENS)
+        found.append(generation.cached_tokens)
+    assert found == [0, 128]
 
 
 def test_pools_of_two_shapes(folder):

@@ -297,8 +297,18 @@ STATE_CASES = {
 }
 """Families whose layers have a recurrent state."""
 
-GGUF_CASES = {"gpt-oss-7": (GptOssConfig, {**FAMILY_CASES["gpt-oss"][1], "swiglu_limit": 7.0})}
-"""What a GGUF file can say; it has no word for the limit."""
+GGUF_CASES = {
+    "gpt-oss-7": (GptOssConfig, {**FAMILY_CASES["gpt-oss"][1], "swiglu_limit": 7.0}),
+    "qwen3-next-normed": (
+        Qwen3NextConfig,
+        {**STATE_CASES["qwen3-next"][1], "norm_topk_prob": True, "mlp_only_layers": []},
+    ),
+    "granite-hybrid-moe-7": (
+        GraniteMoeHybridConfig,
+        {**STATE_CASES["granite-hybrid-moe"][1], "mamba_proj_bias": False, "time_step_limit": (0.0, float("inf"))},
+    ),
+}
+"""What a GGUF file can say; it has no word for limits, some biases and how experts' chances are scaled."""
 
 GROUP_CASES = {
     "llama-12-of-3": (LlamaConfig, {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8}),

@@ -43,7 +43,7 @@ class DeviceBlocks:
 
     def __init__(self, pool: KvPool) -> None:
         tensor = pool.tensor
-        self._pieces = 2 * len(tensor)
+        self._pieces = pool.num_pieces
         self._piece_bytes = pool.page_size * tensor.stride(2) * tensor.itemsize
         self._pages = tensor.view(self._pieces, -1).view(torch.uint8).view(self._pieces, -1, self._piece_bytes)
         self._device = tensor.device

@@ -90,16 +90,17 @@ class KvPool:
         if self.windows is not None:
             self.windows.give_back()
 
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of memory that a page consists of."""
+        return self.tensor.shape[0] * self.tensor.shape[1]
+
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Return where the KV of pages lies: a piece per layer for keys and one for values, in that order.
+        """Return where the KV of pages lies: a piece per layer for keys and one for values, in that order, or one for
+        latents.
 
         Raises ConfigError where layers with a window have a separate pool, which does not hold all tokens.
         """
-        if self.tensor.shape[1] == 1:
-            raise ConfigError(
-                "the latents of MLA cannot be moved; start without --disaggregation-mode and "
-                "--enable-hierarchical-cache"
-            )
         if self._two_shapes:
             raise ConfigError(
                 "KV of layers of two shapes (Gemma 4) cannot be moved; start without --disaggregation-mode and "
@@ -108,7 +109,7 @@ class KvPool:
         if self.windows is not None:
             raise ConfigError("KV of layers with a window cannot be moved; set --swa-full-tokens-ratio 0")
         page_bytes = self.page_size * self.tensor.stride(2) * self.tensor.itemsize
-        planes = np.arange(2 * len(self.tensor)) * (self.tensor.stride(1) * self.tensor.itemsize)
+        planes = np.arange(self.num_pieces) * (self.tensor.stride(1) * self.tensor.itemsize)
         begin = self.tensor.data_ptr() + planes
         return KvPieces(begin + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, str(self.tensor.device))
 

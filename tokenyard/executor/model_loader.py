@@ -790,7 +790,9 @@ def _open_weights(
         if updates:
             raise ConfigError("tensors of a GGUF model cannot be replaced one by one; update it from disk")
         heads = config.num_heads, config.num_kv_heads
-        weights = cut_out(config, GgufWeights(folder / LINK, device, dtype, *heads, unpacked))
+        weights = GgufWeights(folder / LINK, device, dtype, *heads, unpacked)
+        # Those of Granite 4 have gate and up of an MLP as matrices of their own.
+        weights = weights if config.architecture == "GraniteMoeHybridForCausalLM" else cut_out(config, weights)
     else:
         files = SafetensorsWeights(folder, device, dtype, updates or (), finite=updates is not None)
         weights = checkpoint_weights(config, files, unpacked)

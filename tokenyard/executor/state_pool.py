@@ -181,7 +181,7 @@ class StatePool:
     def _saved_to(self, plan: StepPlan) -> list[int]:
         """The slot of each of a plan's saves after its forward pass, and before `confirm`."""
         if self._paged is None:
-            return plan.state_saves[:, 2].tolist()
+            return [slot for _, _, slot in plan.state_saves.tolist()]
         within = itertools.count(self._first_save)
         chunks = set(plan.pool_rows[plan.chunks_from :].tolist())
         # Other rows save the state after their last certain token, which is their working state until then.

@@ -81,11 +81,15 @@ def _layer_types(file: GgufFile, layers: int, other: str) -> list[str]:
     return ["full_attention" if own else other for own in attend]
 
 
-def _lfm2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    # One number for each layer, 0 for those that do not attend.
+def _kv_heads(config: dict[str, Any]) -> dict[str, Any]:
+    """One number, where the file has one for each layer, 0 for those that do not attend."""
     kv_heads = config["num_key_value_heads"]
+    return {"num_key_value_heads": max(kv_heads) if isinstance(kv_heads, list) else kv_heads}
+
+
+def _lfm2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {
-        "num_key_value_heads": max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
+        **_kv_heads(config),
         "norm_eps": config["rms_norm_eps"],
         "conv_L_cache": file.own("shortconv.l_cache"),
         "conv_bias": False,
@@ -109,12 +113,45 @@ def _qwen35(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen35_moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    shared = file.own("expert_shared_feed_forward_length", 0)
+    return _qwen35(file, config) | {"shared_expert_intermediate_size": shared}
+
+
+def _granite_hybrid(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    layers, inner = config["num_hidden_layers"], file.own("ssm.inner_size", 0)
+    kinds = _layer_types(file, layers, "linear_attention")
+    mamba = kinds.index("linear_attention") if "linear_attention" in kinds else 0
+    heads = file.own("ssm.time_step_rank")
+    return {
+        **_granite(file, config),
+        **_kv_heads(config),
+        "num_experts": None,
+        "num_local_experts": file.own("expert_count", 0),
+        "intermediate_size": config.get("moe_intermediate_size") or config["intermediate_size"],
+        "shared_intermediate_size": file.own("expert_shared_feed_forward_length") or file.own("feed_forward_length"),
+        "position_embedding_type": "rope" if file.own("rope.scaling.finetuned", True) else "nope",
+        "layer_types": kinds,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // (heads or 1),
+        "mamba_expand": inner // config["hidden_size"],
+        "mamba_n_groups": file.own("ssm.group_count"),
+        "mamba_d_state": file.own("ssm.state_size"),
+        "mamba_d_conv": file.own("ssm.conv_kernel"),
+        "mamba_conv_bias": f"blk.{mamba}.ssm_conv1d.bias" in file.tensors,
+        "mamba_proj_bias": False,
+    }
+
+
 FACTS = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "granitehybrid": _granite_hybrid,
     "lfm2": _lfm2,
     "qwen35": _qwen35,
+    "qwen35moe": _qwen35_moe,
+    "qwen3next": _qwen35_moe,
 }

@@ -16,9 +16,15 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3next": "Qwen3_5MoeForCausalLM",
 }
-"""Hugging Face's name of each kind of model that can be read, by GGUF's."""
+"""Hugging Face's name of each kind of model that can be read, by GGUF's.
+
+Qwen3-Next computes what Qwen3.5-MoE does, and its files have the products of Qwen3.5, all but one.
+"""
 
 
 class GgufFile:

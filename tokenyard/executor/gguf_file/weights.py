@@ -34,6 +34,10 @@ IN_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
 }
@@ -41,6 +45,16 @@ GEMMA_IN_LAYER = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+DELTA_NET_IN_LAYER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 OWN_IN_LAYER = {
     "gemma2": GEMMA_IN_LAYER,
@@ -59,16 +73,15 @@ OWN_IN_LAYER = {
         "conv.conv": "shortconv.conv",
         "conv.out_proj": "shortconv.out_proj",
     },
-    "qwen35": {
-        "post_attention_layernorm": "post_attention_norm",
-        "linear_attn.in_proj_qkv": "attn_qkv",
-        "linear_attn.in_proj_z": "attn_gate",
-        "linear_attn.in_proj_b": "ssm_beta",
-        "linear_attn.in_proj_a": "ssm_alpha",
-        "linear_attn.conv1d": "ssm_conv1d",
-        "linear_attn.norm": "ssm_norm",
-        "linear_attn.out_proj": "ssm_out",
+    "granitehybrid": {
+        "mamba.in_proj": "ssm_in",
+        "mamba.conv1d": "ssm_conv1d",
+        "mamba.norm": "ssm_norm",
+        "mamba.out_proj": "ssm_out",
     },
+    "qwen35": DELTA_NET_IN_LAYER,
+    "qwen35moe": DELTA_NET_IN_LAYER,
+    "qwen3next": DELTA_NET_IN_LAYER | {"linear_attn.in_proj_b": "ssm_ba", "linear_attn.in_proj_a": "ssm_ba"},
 }
 """GGUF's names of tensors, by Hugging Face's: of all families, and those of single families."""
 
@@ -76,9 +89,15 @@ WITHOUT_KIND = {
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
 }
 """Tensors of layers whose Hugging Face names end in neither weight nor bias."""
 
+_DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
+_TWO_IN_ONE = ".ssm_ba.weight"
+"""Strengths and steps of each key head of a gated delta net, one after the other."""
 _NO_KIND = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
@@ -105,10 +124,10 @@ class GgufWeights:
         self._device, self._dtype = device, dtype
         self._in_layer = IN_LAYER | OWN_IN_LAYER.get(self._file.architecture, {})
         # Of Gemma, files hold what is multiplied with, and Hugging Face's less one.
-        self._norms_hold_one = self._file.architecture in ("gemma2", "gemma3", "qwen35")
-        turns = self._file.architecture in ("granite", "llama")
+        self._norms_hold_one = self._file.architecture in ("gemma2", "gemma3", *_DELTA_NETS)
+        turns = self._file.architecture in ("granite", "granitehybrid", "llama")
         self._interleaved = {"attn_q": heads, "attn_k": kv_heads} if turns else {}
-        self._values = _ValueHeads(self._file) if self._file.architecture == "qwen35" else None
+        self._values = _ValueHeads(self._file) if self._file.architecture in ("qwen35", "qwen35moe") else None
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor of a Hugging Face name; see Weights. Raises ConfigError if missing or misshapen."""
@@ -119,6 +138,9 @@ class GgufWeights:
             found = dequantized(data, tensor.tensor_type, torch.float32 if data.ndim == 1 else self._dtype)
         except (NotImplementedError, ValueError, KeyError) as error:
             raise ConfigError(f"{self._file.path}: tensor {own!r} cannot be dequantized: {error}") from error
+        if own.endswith(_TWO_IN_ONE):
+            heads = self._file.own("ssm.group_count", 1)
+            found = found.reshape(heads, 2, -1, found.shape[-1])[:, int(".in_proj_a." in name)].flatten(0, 1)
         found = found.reshape(shape) if found.numel() == torch.Size(shape).numel() else found
         if tuple(found.shape) != shape:
             raise ConfigError(f"{self._file.path}: {own!r} has shape {tuple(found.shape)}; its metadata mean {shape}")
@@ -142,7 +164,7 @@ class GgufWeights:
         own, expert, tensor = self._find(name)
         form = FORMATS.get(tensor.tensor_type.name)
         rows, inputs = shape
-        if form is None or inputs % form.inputs:
+        if form is None or inputs % form.inputs or own.endswith(_TWO_IN_ONE):
             return None
         stored = tuple(int(size) for size in tensor.data.shape)
         wanted = (rows, form.row_bytes(inputs))
