@@ -2,12 +2,13 @@
 
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.policy.waiting_order import make_yard, watch_admissions
-from tokenyard.base import TurnEnded
+from tokenyard.base import TenantSettings, TurnEnded
 from tokenyard.policy.service_levels import HIGH, LOW, NORMAL
 
 S = 10**9
@@ -139,6 +140,61 @@ def test_nobody_passes_who_comes_later_than_the_longest_wait(arrivals, every, pa
 
     watch_admissions(yard, look)
     run(yard, arrivals, every, submit)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from([0, 0, 1, 30, 900, 1800]),
+            st.integers(0, 5),
+            st.integers(1, 40),
+            st.sampled_from(["tool", "user"]),
+            st.sampled_from([-1, -1, 60, 10**6]),
+        ),
+        min_size=4,
+        max_size=40,
+    ),
+    policy=st.sampled_from(["fcfs", "session"]),
+)
+def test_idle_sessions_keep_no_others_kv_from_being_there_beyond_the_bound(turns, policy):
+    """Sessions of three tenants grow, come back and ask for any time to live. No KV goes while there is some
+    that was idle for an hour, nor, within its share, KV with a time to live while there is other.
+    """
+    pool = 120
+    tenants = {"a": TenantSettings(kv_share=0.5)}
+    yard = make_yard(
+        pages=pool, schedule_policy=policy, radix_eviction_policy="reuse", headroom="none", tenants=tenants
+    )
+    owner = ["a", "a", "b", "b", "", ""]
+    length, ended, until = [0] * 6, [0] * 6, [0] * 6
+
+    def kept():
+        tokens = [np.full(each, 5 + index, np.int32).tobytes() for index, each in enumerate(length)]
+        return [yard.scheduler.state.memory.peek(each, "") if each else 0 for each in tokens]
+
+    def asked(index, now):
+        """Tokens with a time to live of all that share the budget of a session's tenant."""
+        shares = owner[index] == "a"
+        return sum(length[i] for i in range(6) if (owner[i] == "a") == shares and now < until[i])
+
+    for gap, index, more, kind, ttl_s in turns:
+        yard.now += gap * S
+        length[index] = min(length[index] + more, 80)
+        yard.submit([5 + index] * length[index], max_new=1, session=f"s{index}", tenant=owner[index])
+        until[index] = 0
+        before, now = kept(), yard.now
+        yard.run()
+        after, others = kept(), [i for i in range(6) if i != index]
+        lost = [i for i in others if after[i] < before[i]]
+        stale = [i for i in others if ended[i] and now - ended[i] > 3600 * S and after[i]]
+        assert not stale or all(now - ended[i] > 3600 * S for i in lost)
+        promised = [i for i in lost if now < until[i] and asked(i, now) <= 0.25 * pool]
+        assert not promised or not [i for i in others if after[i] and now >= until[i]]
+        ended[index] = yard.now
+        if ttl_s > 0:
+            until[index] = yard.now + min(ttl_s, 3600) * S
+        yard.apply(TurnEnded(f"s{index}", kind, ttl_s * S if ttl_s > 0 else -1, owner[index]))
 
 
 @settings(max_examples=examples(40), deadline=None)

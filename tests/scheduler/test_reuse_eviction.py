@@ -177,3 +177,65 @@ def test_without_sessions_prompts_that_come_again_stay():
         yard.now += S
     assert kept(yard, 5) == 99
     yard.scheduler.state.memory.tree.check()
+
+
+def test_one_tenants_times_to_live_take_no_others_share():
+    """A tenant without a share asks for more than half of the pool; the one with a share still gets its half of it."""
+    yard = yard_of(tenants={"a": TenantSettings(kv_share=0.5)})
+    learn(yard)
+    turn(yard, 6, 70, kind="user", tenant="b", ttl_ns=300 * S)
+    turn(yard, 8, 70, kind="user", tenant="b", ttl_ns=300 * S)
+    turn(yard, 5, 70, kind="user", tenant="a", ttl_ns=300 * S)
+    yard.now += 60 * S
+    press(yard, 200)
+    assert yard.scheduler.state.memory.peek(np.full(70, 5, np.int32).tobytes(), "") == 70
+    assert yard.scheduler.state.memory.peek(np.full(70, 8, np.int32).tobytes(), "") < 70
+
+
+def test_what_exceeds_a_tenants_share_counts_for_no_other_tenant():
+    yard = yard_of(tenants={"a": TenantSettings(kv_share=0.1)})
+    learn(yard)
+    turn(yard, 6, 140, kind="user", tenant="a", ttl_ns=300 * S)
+    turn(yard, 5, kind="user", ttl_ns=300 * S)
+    yard.now += 60 * S
+    press(yard, 190)
+    assert kept(yard, 5) == 100
+
+
+def test_many_times_to_live_within_the_share_are_all_kept():
+    """More sessions than are ranked at a time, all older than KV that nobody asked to keep."""
+    yard = yard_of()
+    learn(yard)
+    for index in range(70):
+        turn(yard, 10 + index, 2, kind="user", ttl_ns=300 * S)
+    turn(yard, 100, 150, session="")
+    turn(yard, 101, 150, session="")
+    held = [yard.scheduler.state.memory.peek(np.full(2, 10 + index, np.int32).tobytes(), "") for index in range(70)]
+    assert sum(held) == 140
+
+
+def test_a_turn_that_waits_for_hours_keeps_its_kv_no_longer_than_an_idle_session():
+    """Its tenant's other request runs on, so it cannot start: it waits beside prompts that come and go."""
+    yard = yard_of(rows=2, context=4096, tenants={"held": TenantSettings(max_running=1)}, max_queued_requests=-1)
+    learn(yard)
+    turn(yard, 5, tenant="held")
+    yard.submit([7] * 5, max_new=100, arrival_ns=yard.now, tenant="held")
+    yard.launch()
+    yard.commit()
+    waiting = yard.submit([5] * 101, max_new=1, arrival_ns=yard.now, session="s5", tenant="held")
+
+    def other(token):
+        number = yard.submit([token] * 90, max_new=1, arrival_ns=yard.now, session=f"s{token}")
+        while number not in yard.finished:
+            yard.launch()
+            yard.commit()
+        yard.apply(TurnEnded(f"s{token}", "tool"))
+
+    other(6)
+    other(8)
+    assert kept(yard, 5) == 100
+    yard.now += 3601 * S
+    other(9)
+    other(10)
+    assert waiting not in yard.finished
+    assert kept(yard, 5) < 100

@@ -178,12 +178,16 @@ class Retention(Protocol):
     def stamp(self) -> int:
         """Values hold as long as this stays the same."""
 
+    def held(self) -> set[TreeNode]:
+        """Leaves that go last, as their clients asked for a time to live. Called before `values`, once per stamp."""
+
     def values(self, leaves: list[TreeNode]) -> list[float]:
         """Seconds of recomputation that keeping a token at the end of each leaf is expected to save per second."""
 
 
 class ReuseQueue(EvictionQueue):
-    """Superseded leaves first, then the one with the lowest value of the `MAX_RANKED` least recently used ones.
+    """Superseded leaves first, then the one with the lowest value of the `MAX_RANKED` least recently used ones that are
+    not held, then those.
 
     Values change with time, so leaves are ranked anew when one is drawn, at most once per stamp of `retention`.
     Without `retention` it is LRU.
@@ -196,6 +200,7 @@ class ReuseQueue(EvictionQueue):
         self._ranked: list[tuple[float, int, int, TreeNode]] = []
         self._exposed: list[TreeNode] = []
         self._count = 0
+        self._held: set[TreeNode] = set()
 
     @override
     def push(self, node: TreeNode) -> None:
@@ -223,7 +228,8 @@ class ReuseQueue(EvictionQueue):
         leaves = list(super().in_order())
         if self.retention is None or not leaves:
             return iter(leaves)
-        first = sum(1 for leaf in leaves if leaf.superseded)
+        first, held = sum(1 for leaf in leaves if leaf.superseded), self.retention.held()
+        leaves[first:] = sorted(leaves[first:], key=lambda leaf: leaf in held)
         oldest = leaves[first : first + MAX_RANKED]
         values = dict(zip(map(id, oldest), self.retention.values(oldest), strict=True))
         oldest.sort(key=lambda leaf: (values[id(leaf)], leaf.last_access_tick))
@@ -232,10 +238,11 @@ class ReuseQueue(EvictionQueue):
     def _rank(self, retention: Retention) -> None:
         """Rank the oldest leaves, or, if that was done at this stamp, add those that have come since."""
         if retention.stamp != self._stamp or len(self._exposed) >= MAX_RANKED:
-            self._stamp, self._ranked = retention.stamp, []
-            found = list(islice(super().in_order(), MAX_RANKED))
+            self._stamp, self._ranked, self._held = retention.stamp, [], retention.held()
+            others = (node for node in super().in_order() if node not in self._held)
+            found = list(islice(others, MAX_RANKED)) or list(islice(super().in_order(), MAX_RANKED))
         else:
-            found = [node for node in self._exposed if node.eviction_rank is not None]
+            found = [node for node in self._exposed if node.eviction_rank is not None and node not in self._held]
         self._exposed = []
         for value, node in zip(retention.values(found), found, strict=True):
             assert node.eviction_rank is not None

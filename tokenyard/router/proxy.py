@@ -42,16 +42,8 @@ NAMES_MODEL = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/responses/input_tokens", "/v1/responses/compact"),
-        *(
-            "/v1/embeddings",
-            "/v1/rerank",
-            "/v2/rerank",
-            "/v1/score",
-            "/score",
-            "/api/chat",
-            "/api/generate",
-            "/api/embed",
-        ),
+        *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/v1/score", "/score"),
+        *("/api/chat", "/api/generate", "/api/embed"),
     }
 )
 """Paths whose body names a model."""

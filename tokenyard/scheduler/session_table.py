@@ -37,7 +37,7 @@ TTL_SHARE = 0.5
 """Share of the pool in which KV with an explicit time to live is kept ahead of all other."""
 
 MAX_TTLS = 256
-"""Of so many sessions the time to live counts, those whose turns ended first."""
+"""Of so many sessions the time to live counts, as many of each tenant: of those whose turns ended first."""
 
 TTL_VALUE = 1e9
 MAX_TIMES = 4096
@@ -270,14 +270,19 @@ class SessionTable(IdleSessions, PrefixListener):
         """Values hold for `RANK_AGAIN_NS`."""
         return self._now // RANK_AGAIN_NS
 
+    def held(self) -> set[Any]:
+        """The ends of prompts with a time to live that is honoured; none for a user's value, which decides alone."""
+        self._honoured = self._sessions_kept()
+        return set() if self._worth is not None else {self._sessions[key].node for key in self._honoured}
+
     def values(self, leaves: list[Any]) -> list[float]:
         """What it is worth to keep each leaf.
 
         KV with a time to live has more value than any other, up to `TTL_SHARE` of the pool, of which a tenant with a
         `kv_share` gets that share; what exceeds it, and what exceeds `MAX_TTLS` sessions, counts as if it had none.
+        KV of a session whose turns last came or ended `MAX_IDLE_NS` ago has no value.
         """
         time = PRIOR_COST if self._cost is None else PrefillTime.of(self._cost)
-        self._honoured = self._sessions_kept()
         found = []
         for leaf in leaves:
             keys = self._at.get(leaf) or self._at.get(leaf.parent)
@@ -301,12 +306,12 @@ class SessionTable(IdleSessions, PrefixListener):
         if session.open and session.node.locked:
             return 0.0
         kept = TTL_VALUE if self.retains is not None and self.retains(session, self._now) else 0.0
+        if self._now - max(session.arrived_ns, session.idle_ns) > MAX_IDLE_NS:
+            return 0.0
         if session.open:
             lost = session.tokens - session.node.depth_tokens
             return kept + (WAITING_PER_S if time.chunk_s(session.node.depth_tokens, lost) <= CHEAP_S else MISS_PER_S)
         idle_ns = self._now - session.idle_ns
-        if idle_ns > MAX_IDLE_NS:
-            return 0.0
         return self.returns.index_of(session.kind, idle_ns) + (TTL_VALUE if key in self._honoured else kept)
 
     def _without_session(self, leaf: Any) -> float:
@@ -314,23 +319,28 @@ class SessionTable(IdleSessions, PrefixListener):
         return 0.0 if idle_ns > MAX_IDLE_NS else self.returns.index_of(_kind_without_session(leaf), idle_ns)
 
     def _sessions_kept(self) -> set[Key]:
-        """The sessions whose explicit time to live is honoured now, in the order in which their turns ended."""
-        kept: set[Key] = set()
-        tokens, own = 0, dict.fromkeys(self._tenants, 0)
-        for key in list(self._kept)[:MAX_TTLS]:
+        """The sessions whose explicit time to live is honoured now, in the order in which their turns ended.
+
+        Tenants without a `kv_share` have together what the shares leave.
+        """
+        shares = {name: tenant.kv_share for name, tenant in self._tenants.items() if tenant.kv_share}
+        left = {name: TTL_SHARE * share * self._total_tokens for name, share in shares.items()}
+        left[""] = TTL_SHARE * (1.0 - sum(shares.values())) * self._total_tokens
+        kept, counts = set[Key](), {tenant: 0 for tenant, _ in self._kept}
+        most = max(MAX_TTLS // max(len(counts), 1), 1)
+        for key in list(self._kept):
             session, tenant = self._sessions[key], key[0]
             if session.open or session.node is None or self._now >= session.kept_until_ns:
                 del self._kept[key]
                 continue
-            share = self._tenants[tenant].kv_share if tenant in self._tenants else 0.0
-            depth = session.node.depth_tokens
-            tokens += depth
-            if share:
-                own[tenant] += depth
-            if tokens <= TTL_SHARE * self._total_tokens and (
-                not share or own[tenant] <= TTL_SHARE * share * self._total_tokens
-            ):
+            budget = tenant if tenant in shares else ""
+            tokens = session.node.depth_tokens
+            if counts[tenant] < most and tokens <= left[budget]:
+                left[budget] -= tokens
+                counts[tenant] += 1
                 kept.add(key)
+                if len(kept) == MAX_TTLS:
+                    break
         return kept
 
     # ---- base.PrefixListener -----------------------------------------------------------------------------------
