@@ -79,5 +79,6 @@ def test_greedy_tokens_do_not_depend_on_the_policy(folder, name):
     assert yard.scheduler.idle() is None
     counters = yard.scheduler.snapshot(0).counters
     assert counters.preempted > 0
-    assert counters.retracted > 0
+    # `session` starts no row that it sees would not fit, so whether one has to leave depends on how fast steps are.
+    assert counters.retracted > 0 or name == "session"
     assert counters.recomputed_tokens > 0
