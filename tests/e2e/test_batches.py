@@ -135,7 +135,8 @@ def test_the_command_waits_and_writes_answers_and_errors(server, tmp_path, monke
     assert main(["batch", str(source), *to_server, "--key", "a-key"]) == 1
     said = capsys.readouterr().err
     assert "is completed: 5 of 6 lines answered, the others are in " in said
-    written = [[json.loads(line) for line in open(path, "rb")] for path in (output, f"{output}.errors")]
+    files = (output, tmp_path / "answers.jsonl.errors")
+    written = [[json.loads(line) for line in path.read_bytes().splitlines()] for path in files]
     assert [[one["custom_id"] for one in some] for some in written] == [[f"line-{i}" for i in range(5)], ["line-50"]]
     # Another tenant may not wait for it; its own may, for a second copy of the answers.
     name = said.split()[1]
