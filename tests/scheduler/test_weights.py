@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.harness import Yard, make_info
-from tokenyard.base import KvAvailable, Pause, Resume, SchedulerSettings, WeightsUpdated
+from tokenyard.base import KvAvailable, KvLoaded, Pause, Resume, SchedulerSettings, WeightsUpdated
 from tokenyard.executor.mock import FixedStepCost, MockExecutor
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
@@ -103,6 +103,18 @@ def test_kv_found_elsewhere_before_the_change_is_not_loaded():
     yard.run()
     assert yard.finished[number].completion_tokens == 4
     assert not any(move for move in yard.scheduler.drain_moves() if getattr(move, "number", 0) == number)
+
+
+def test_kv_that_was_loaded_before_the_change_and_not_used_yet_is_computed_again():
+    yard = WeightsYard(enable_hierarchical_cache=True)
+    number = yard.submit(PROMPT, awaits_kv=True)
+    yard.apply(KvAvailable(number, 8, -1))
+    yard.launch()
+    (load,) = yard.scheduler.drain_moves()
+    yard.apply(KvLoaded(number, load.start + 8))
+    yard.update("v2#2")
+    yard.run()
+    assert yard.finished[number].completion_tokens == 4
 
 
 def test_no_change_while_a_plan_is_in_flight():

@@ -13,6 +13,7 @@ STATUSES = {
     "invalid": 400,
     "too_long": 400,
     "no_memory": 400,
+    "room_in_use": 409,
     "tenant_limit": 429,
     "queue_full": 503,
     "displaced": 503,

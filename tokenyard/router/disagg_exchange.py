@@ -22,7 +22,7 @@ from tokenyard.router.client_connection import JSON_TYPE, ClientRequest, Headers
 from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.header_forwarding import RANK_HEADER, HeaderForwarding, with_fields
 from tokenyard.router.http1 import ResponseHead, request_head
-from tokenyard.router.proxy_exchange import RETRYABLE, Exchange
+from tokenyard.router.proxy_exchange import ID_IN_USE, RETRYABLE, Exchange
 from tokenyard.router.request_features import ParsedRequest
 from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
 from tokenyard.router.workers import HttpTarget
@@ -263,7 +263,8 @@ class DisaggExchange(Exchange):
         """
         assert self.partner is not None
         assert self.target is not None
-        retryable = self._is_retryable(status)
+        # A decode engine that gives up while the prompt is on its way ends their room; the next try has another one.
+        retryable = self._is_retryable(status) or status == ID_IN_USE
         if retryable and self.target.worker.computes_alone and not self.partner.worker.by_params:
             # Once for a request, so that it takes nothing from the budget of retries.
             self.alone, self._head = True, None

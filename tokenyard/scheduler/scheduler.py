@@ -297,7 +297,7 @@ class Scheduler:
         """The executor uses other weights from now on. Raises ValueError while a plan is in flight.
 
         Rows that run go on with the KV that they have, which does not enter the tree any more. Rows that wait, that
-        load KV or that are to be handed over start again under the new weights.
+        load KV or have loaded all of it, or that are to be handed over start again under the new weights.
         """
         if self._in_flight:
             raise ValueError("the weights change only between steps")

@@ -498,7 +498,8 @@ class SchedulerState:
                 self._renew_weights(request_state)
                 table.loadable_tokens[row] = 0
                 self.waiting_index.add(row)
-            elif table.state[row] == RowState.LOADING or request_state.request.handover:
+            elif table.state[row] == RowState.LOADING or request_state.fresh or request_state.request.handover:
+                # What has been loaded for a row that no plan has had yet is KV of the earlier weights too.
                 self.retract(row, "paused", now)
             else:
                 request_state.mixed_weights = True

@@ -40,6 +40,7 @@ TABLE: dict[str, HttpOutcome] = {
     "too_long": _INVALID._replace(code="context_length_exceeded"),
     "no_memory": _INVALID,
     "duplicate_rid": HttpOutcome(409, "invalid_request_error"),
+    "room_in_use": HttpOutcome(409, "invalid_request_error"),
     "tenant_limit": HttpOutcome(429, "rate_limit_error"),
     "queue_full": _BUSY,
     "displaced": _BUSY,

@@ -201,7 +201,7 @@ class DisaggConnector(Attachment):
 
             def expect(now: int) -> None:
                 if not prefill_peer.expect(route.room, number, now):
-                    deliver(Cancel([number], f"{route.room} is in use", "invalid"))
+                    deliver(Cancel([number], f"{route.room} is in use, or was", "room_in_use"))
 
             self._manager.call(expect)
             return replace(request, handover=True)
