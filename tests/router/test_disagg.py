@@ -178,6 +178,37 @@ def test_engines_of_ours_meet_at_the_port_of_the_rank_and_compute_alone_where_pr
     run(main())
 
 
+@pytest.mark.parametrize("status", [400, 409, 503])
+def test_a_refusal_that_comes_after_the_answer_began_changes_nothing(status):
+    async def main():
+        begun = asyncio.Event()
+
+        async def late(asked, writer):
+            await begun.wait()
+            await asyncio.sleep(0.05)  # the answer arrives first
+            writer.write(answer({}, status))
+            return True
+
+        async def alone(asked, writer):
+            writer.write(STREAM_HEAD + event({"choices": [{"index": 0, "text": "hi"}], "token_ids": [7]}))
+            begun.set()
+            await asyncio.sleep(0.1)  # the refusal arrives
+            writer.write(DONE + LAST)
+            return True
+
+        ours = {"continues_output_ids": True, "disaggregation_bootstrap_port": 7001}
+        prefill, decode = engine(PREFILL, on_request=late), engine(DECODE, on_request=alone)
+        prefill.info |= ours
+        decode.info |= ours
+        async with prefill, decode, routing(prefill, decode) as (_, client):
+            got = await client.complete("x", stream=True)
+            assert got.body.count(b"hi") == 1
+            assert got.body.endswith(b"data: [DONE]\n\n")
+            assert len(decode.asked) == 1
+
+    run(main())
+
+
 def test_without_a_prefill_worker_requests_wait():
     async def main():
         meeting = Meeting()

@@ -263,6 +263,8 @@ class DisaggExchange(Exchange):
         """
         assert self.partner is not None
         assert self.target is not None
+        if self._started:
+            return  # The decode engine has given up waiting for the KV, and has computed the prompt itself.
         # A decode engine that gives up while the prompt is on its way ends their room; the next try has another one.
         retryable = self._is_retryable(status) or status == ID_IN_USE
         if retryable and self.target.worker.computes_alone and not self.partner.worker.by_params:
@@ -272,7 +274,7 @@ class DisaggExchange(Exchange):
             self._router.retry(self)
         elif retryable:
             self.prefill_failed(f"the prefill worker answered {status}")
-        elif not self._started:
+        else:
             self._drop_upstream()
             self._close()
             self._front.answer(status, body, [JSON_TYPE])
