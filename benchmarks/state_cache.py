@@ -7,7 +7,9 @@ A budget is the bytes of KV and checkpoints together, without the working states
 and "worth, fixed ratio" divide it as `--mamba-full-memory-ratio` says, `worth` as the worth of either says.
 
 The ideal cache knows the future: it keeps the pages that are needed again first (Belady), as soon as they are
-computed, and its states take no memory. No policy can have more hits.
+computed, and its states take no memory. No policy can have more hits. "KV alone" is the cache of a model without
+states, which has all bytes for KV, least recently used first out. What it lacks of the ideal is knowledge of the
+future, not memory for states.
 
 agentic: `--sessions` sessions of coding agents, a third of them active at any time; pages of 64 tokens. mooncake: the
 first requests of an hour of chat, whose blocks of 512 tokens are the pages here, as nothing is known within one.
@@ -22,7 +24,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,16 +100,16 @@ class Row:
 
 
 def measure(case: Case, budget_gb: float, policy: str) -> Row:
-    """One simulation; policy "ideal" is the ideal cache."""
-    if policy == "ideal":
+    """One simulation; "ideal" and "KV alone" are caches that see the requests of one under `worth`, in their order."""
+    if policy in OTHER_CACHES:
         workload, setup = case.setup(budget_gb, "worth")
         outcome = simulate(workload, setup)
         capacity = int(budget_gb * 1e9 / setup.profile.kv_bytes_per_token) // case.page_size
         served = [
             index for index in np.argsort(outcome.admitted_ns, kind="stable") if outcome.status[index] == FINISHED
         ]
-        hits = case.page_size * belady(list(accesses(outcome, served, case.page_size)), capacity)
-        return Row(case, budget_gb, policy, hits, int(workload.prompt_tokens[served].sum()))
+        hits = OTHER_CACHES[policy](list(accesses(outcome, served, case.page_size)), capacity)
+        return Row(case, budget_gb, policy, case.page_size * hits, int(workload.prompt_tokens[served].sum()))
     workload, setup = case.setup(budget_gb, policy)
     outcome = simulate(workload, setup)
     served = outcome.status == FINISHED
@@ -158,7 +160,27 @@ def belady(requests: list[tuple[list[int], list[int]]], capacity: int) -> int:
     return hits
 
 
-def cases(traces: list[str], models: list[str], sessions: int, requests: int, folder: Path) -> list[Case]:
+def least_recently_used(requests: list[tuple[list[int], list[int]]], capacity: int) -> int:
+    """The pages of prefixes that are there when they are needed; see `belady`."""
+    kept: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for needed, left in requests:
+        hits += next((place for place, name in enumerate(needed) if name not in kept), len(needed))
+        # The end of a prefix goes before its beginning.
+        for name in reversed(left):
+            kept[name] = None
+            kept.move_to_end(name)
+        while len(kept) > capacity:
+            kept.popitem(last=False)
+    return hits
+
+
+OTHER_CACHES = {"KV alone": least_recently_used, "ideal": belady}
+
+
+def cases(
+    traces: list[str], models: list[str], sessions: int, requests: int, folder: Path, seed: int = 0
+) -> list[Case]:
     """The traces as flags of the simulator."""
     questions = folder / "gsm8k.jsonl"
     if "gsm8k" in traces:
@@ -166,7 +188,7 @@ def cases(traces: list[str], models: list[str], sessions: int, requests: int, fo
     flags = {
         "agentic": f"--trace {SHARED}/traces/agentic/sessions.tar.zst --trace-format kv-cache-tester --page-size 64 "
         f"--sessions {sessions} --concurrent-sessions {sessions // 3} --think-cap-s 600 --context-length 200000 "
-        f"--limit {requests // 4}",
+        f"--limit {requests // 4} --seed {seed}",
         "mooncake": f"--trace {SHARED}/traces/mooncake/conversation_trace.jsonl.gz --limit {requests} --page-size 512 "
         "--mamba-track-interval 512 --rate-scale 0.5",
         "gsm8k": f"--trace {questions} --tokenizer {SHARED}/tokenizers/gpt2 --page-size 16 --limit {requests}",
@@ -188,7 +210,7 @@ def few_shot_questions(path: Path) -> Iterator[str]:
 
 def table(case: Case, rows: dict[tuple[float, str], Row], budgets: list[float]) -> str:
     """A Markdown table of one trace and model."""
-    names = [*POLICIES, "ideal"]
+    names = [*POLICIES, *OTHER_CACHES]
     head = "| GB | " + " | ".join(f"{name} hits %, recomputed M" for name in names[:-1]) + " | ideal hits % |"
     lines = [f"\n## {case.trace}, {case.model}\n", head, "| ---: " * (len(names) + 1) + "|"]
     for budget in budgets:
@@ -216,13 +238,14 @@ def main() -> None:
         default=1600,
         help="most requests; of agentic a quarter [1600]",
     )
+    parser.add_argument("--seed", type=int, default=0, help="agentic: which sessions are drawn [0]")
     parser.add_argument("--markdown", type=Path, help="write the tables and the command to this file")
     args = parser.parse_args()
     budgets = [float(word) for word in args.budgets.split(",")]
     tables = []
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(args.traces, args.models, args.sessions, args.requests, Path(folder)):
-            runs = [(budget, policy) for budget in budgets for policy in (*POLICIES, "ideal")]
+        for case in cases(args.traces, args.models, args.sessions, args.requests, Path(folder), args.seed):
+            runs = [(budget, policy) for budget in budgets for policy in (*POLICIES, *OTHER_CACHES)]
             rows = {}
             for run in runs:
                 rows[run] = measure(case, *run)

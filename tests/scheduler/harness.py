@@ -188,6 +188,17 @@ def check_books(scheduler: Scheduler) -> None:
     if memory.states is not None:
         memory.states.check(readers_of_states(scheduler))
     check_holders(scheduler)
+    check_namespaces(scheduler)
+
+
+def check_namespaces(scheduler: Scheduler) -> None:
+    """Rows read KV and states of their own salt and adapter only, of which the device does not know the salt."""
+    state = scheduler.state
+    for row in state.admitted_rows().tolist() if state.memory.tree.enabled else ():
+        node = state.table.request_state(row).node
+        while node.parent is not None:
+            node = node.parent
+        assert node.namespace == state.table.request(row).namespace
 
 
 def readers_of_states(scheduler: Scheduler) -> np.ndarray:
