@@ -59,6 +59,17 @@ CLIENTS = (
         alone="sglang==0.5.23",
     ),
     Client("guidellm", ("guidellm==0.8.1",), light=False),
+    Client(
+        "areal",
+        (
+            *("torch==2.13.0", "transformers==5.23.0", "torchdata==0.11.0", "safetensors==0.8.0", "openai==3.52.0"),
+            *("ray==2.60.0", "numba==0.68.1", "hydra-core==1.3.8", "omegaconf==2.4.0", "pydantic", "uvloop", "aiohttp"),
+            *("aiofiles", "requests", "httpx", "flask", "tenacity", "colorlog", "pybase64", "pillow", "einops", "lark"),
+            *("orjson", "psutil", "pyyaml", "rich", "accelerate==1.15.0"),
+        ),
+        light=False,
+        alone="areal==1.0.4",
+    ),
     Client("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.23.0"), light=False),
     Client("aiperf", ("aiperf==0.13.0",), light=False),
     Client("schemathesis", ("schemathesis==4.32.5",), light=False),

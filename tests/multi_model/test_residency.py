@@ -123,6 +123,17 @@ def test_no_more_than_max_loaded():
     assert action.name == "a"
 
 
+def test_a_load_that_hangs_is_given_up_once_another_model_waits(machine):
+    assert machine.plan(0, usage(a=(0, 1))) == [Load("a")]
+    late = machine.max_load_ns
+    assert machine.plan(late + 1, usage(a=(0, 1))) == []
+    assert machine.plan(late - 1, usage(a=(0, 1), b=(0, 1))) == []
+    (action,) = machine.plan(late, usage(a=(0, 1), b=(0, 1)))
+    assert (action.name, action.why) == ("a", "it was not loaded in 300 s, and b waits")
+    machine.stopped("a")
+    assert machine.plan(late + 1, usage(a=(0, 1), b=(0, 1))) == [Load("b")]
+
+
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_sequence_keeps_memory_and_running_requests_and_ends_every_wait(data):

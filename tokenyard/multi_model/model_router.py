@@ -71,7 +71,8 @@ class ModelRouter(Router):
         engine_settings: EngineSettings,
     ) -> None:
         super().__init__(settings, tokenize)
-        self.catalog, self.residency = catalog, Residency(models.memory, models.max_loaded)
+        max_load_ns = round(settings.queue_timeout_secs * NS_PER_S)
+        self.catalog, self.residency = catalog, Residency(models.memory, models.max_loaded, max_load_ns)
         self._models, self._engine_settings = models, engine_settings
         self._engines: dict[str, EngineProcess] = {}
         self._workers: dict[str, HttpWorker] = {}

@@ -5,7 +5,8 @@ model needs its memory; never while a request runs on it. Models are loaded one 
 longest first. Idle models leave first, the longest unused before the others. If all are busy, those that have
 been loaded for `MIN_LOADED_NS` yield once the first in line has waited for `MAX_WAIT_NS`: they take no new request, and
 leave when their running ones have ended, or stay if no model waits any more. So the wait for a model is bounded by the
-requests that run, and two models that do not fit together take turns of at least `MIN_LOADED_NS`.
+requests that run, and two models that do not fit together take turns of at least `MIN_LOADED_NS`. A load that takes
+longer than requests wait for one is given up once another model waits, or a hung one would keep all others away.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ class Resident:
     phase: UNLOADED, LOADING, LOADED or UNLOADING.
     default_ns: how long it stays loaded without requests, where none says it; None for ever.
     keep_alive_ns: the same, by the last request that said it since it was loaded.
+    loading_ns: since when it is loading.
     loaded_ns: since when it is loaded.
     used_ns: when its last request ended, or when it was loaded.
     waited_ns: since when requests wait for it to be loaded; None if none does.
@@ -46,6 +48,7 @@ class Resident:
     default_ns: int | None
     keep_alive_ns: int | None
     phase: str = UNLOADED
+    loading_ns: int = 0
     loaded_ns: int = 0
     used_ns: int = 0
     waited_ns: int | None = None
@@ -93,10 +96,11 @@ class Residency:
 
     budget: bytes that the engines may take together.
     max_loaded: most models in memory at once; 0 for no limit.
+    max_load_ns: how long a model may load while another one waits.
     """
 
-    def __init__(self, budget: int, max_loaded: int = 0) -> None:
-        self.budget, self.max_loaded = budget, max_loaded
+    def __init__(self, budget: int, max_loaded: int = 0, max_load_ns: int = 300 * NS_PER_S) -> None:
+        self.budget, self.max_loaded, self.max_load_ns = budget, max_loaded, max_load_ns
         self._models: dict[str, Resident] = {}
 
     def __getitem__(self, name: str) -> Resident:
@@ -171,11 +175,16 @@ class Residency:
         """Load the model that has waited longest, or make room for it."""
         models = self._models.values()
         line = [model for model in models if model.waited_ns is not None]
-        if not line or any(model.phase == LOADING for model in models):
+        if not line:
             return []
         first = min(line, key=lambda model: model.waited_ns or 0)
+        for model in models:
+            if model.phase == LOADING:
+                late = now - model.loading_ns >= self.max_load_ns
+                why = f"it was not loaded in {self.max_load_ns / NS_PER_S:g} s, and {first.name} waits"
+                return [self._unload(model, why)] if late else []
         if self._fits(first, [model for model in models if model.phase != UNLOADED]):
-            first.phase, first.waited_ns = LOADING, None
+            first.phase, first.loading_ns, first.waited_ns = LOADING, now, None
             return [Load(first.name)]
         staying = [model for model in models if model.phase == LOADED and not model.yields]
         actions: list[ResidencyAction] = []
