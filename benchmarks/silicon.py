@@ -12,10 +12,10 @@ percentile of the absolute relative error, and the median signed one (minus: pre
 
 What the rows do not say is taken from the public scripts of these runs (InferenceX): prompts and answers of 0.8 to 1.0
 of the nominal length, all clients at once, and the server's flags (`SCRIPTS`). Runs of other origin have the nominal
-lengths and the engine's defaults. Their clients begin at once with SGLang, and spread over a request with vLLM: with
-equal lengths every prompt meets all others if clients begin together, which the fitted runs show of the one and not of
-the other. A run has ten requests per client; three are simulated, and the first one of each client, which meets all
-others, counts a tenth.
+lengths and the engine's defaults. Their clients begin at once with SGLang; with vLLM they begin at random within the
+time that one answer takes to decode. No row says so: with equal lengths every prompt meets all others if clients begin
+together, and the fitted runs agree with that for SGLang and not for vLLM. A run has ten requests per client; three are
+simulated, and the first one of each client, which meets all others, counts a tenth.
 
 `--fit` uses the configurations of which `held_out` is false; the table keeps both kinds apart. `calibrated` corrects
 the predictions of a deployment (model, types, GPU, engine, parallelism, flags) by what its fitted rows say
