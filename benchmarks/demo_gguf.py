@@ -54,8 +54,9 @@ def vocabulary(writer, folder, size):
     model, added = tokenizer["model"], {token["id"]: token for token in tokenizer["added_tokens"]}
     words = {number: word for word, number in model["vocab"].items()} | {n: t["content"] for n, t in added.items()}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([words.get(number, f"[unused{number}]") for number in range(size)])
+    writer.add_add_bos_token(True)
     kinds = [gguf.TokenType.CONTROL if number in added else gguf.TokenType.NORMAL for number in range(size)]
     writer.add_token_types(kinds)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])

@@ -1,6 +1,6 @@
 """Recorded decode steps: their sizes, how batches are filled up, and that answers stay those of plain steps.
 
-There is no GPU here, so a recorder keeps the work itself and plays it again on the same memory.
+There is no GPU here, so a recorder keeps the calls of the work and makes them again on the same memory.
 """
 
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.executor.call_tape import CallTape, capture
 from tests.executor.driver import GREEDY
 from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import ConfigError, SamplingParams
@@ -15,9 +16,13 @@ from tokenyard.executor.cuda_devices import choose_device
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes, why_not
 from tokenyard.executor.model_loader import read_folder_config
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
-from tokenyard.executor.sampling.top_k_top_p import likeliest
 
 CPU = torch.device("cpu")
+
+
+def likeliest(logits):
+    """As on a device; on a CPU numpy chooses, of which a tape knows nothing."""
+    return logits.argmax(dim=-1)
 
 
 class TableAttention:
@@ -52,13 +57,12 @@ class Player:
         self.recorded, self.played = [], []
 
     def __call__(self, work):
-        work()
-        number = len(self.recorded)
+        number, again = len(self.recorded), capture(work)
         self.recorded.append(work)
 
         def play():
             self.played.append(number)
-            work()
+            again()
 
         return play
 
@@ -217,3 +221,24 @@ def test_why_steps_are_not_recorded(folder, monkeypatch):
         assert bool(reason) == bool(why_not(experts, cuda, kind, **plain))
     for name, word in (("capturable", "attention"), ("divided", "ranks"), ("adapters", "adapters")):
         assert word in why_not(config, cuda, half, **{**plain, name: not plain[name]})
+
+
+def test_what_the_host_decides_while_it_records_stays_so():
+    out, counts = torch.zeros(2), [1.0]
+
+    def work():
+        found = out + counts[0]
+        out.copy_(found if counts[0] < 2 else found * 10)
+
+    play = capture(work)
+    assert out.tolist() == [2.0, 2.0]
+    counts[0] = 7.0
+    out.zero_()
+    play()
+    assert out.tolist() == [1.0, 1.0]
+
+
+def test_a_tape_has_no_views():
+    x, out = torch.ones(2, 3), torch.zeros(3, 2)
+    tape = CallTape(lambda: out.copy_(x.t()[:, :2].reshape(3, 2) + 1.0))
+    assert len(tape.calls) == 2

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.executor.call_tape import capture
 from tests.executor.small_pool import run_all_kinds
 from tests.executor.tiny_models import DEVICE, greedy, logits, prompt_of
 from tests.executor.triton_available import need_triton
@@ -58,14 +59,12 @@ def test_rows_sample_at_several_positions(make_driver):
 
 
 def test_recorded_decodes_ask_the_host_for_nothing(make_driver, folder):
-    # The recorder plays work again whose lengths on the host are those of its recording.
+    # What is captured makes the calls of its recording again, whatever the host would do now.
     driver = make_driver("qwen3-layers", page_size=4, **TRITON)
     executor, config = driver.executor, read_folder_config(Path(folder("qwen3-layers")))
     with torch.inference_mode():
         inputs = PlanInputs(executor.pages, executor.future, executor.sampler.likeliest, prepare_by_triton)
-        executor.model = CudaGraphRunner(
-            executor.model, config, 4, torch.device(DEVICE), lambda work: work() or work, plans=inputs
-        )
+        executor.model = CudaGraphRunner(executor.model, config, 4, torch.device(DEVICE), capture, plans=inputs)
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 21)]
     rows = [driver.start(prompt) for prompt in prompts]
     driver.step(*[(row, None) for row in rows])
