@@ -1,6 +1,7 @@
 """Does the simulator predict a real engine? vLLM on an RTX PRO 6000, as LLMServingSim recorded it.
 
     python benchmarks/vllm_fidelity.py [--folder FOLDER] [--workload FILE --run FOLDER] [--json OUT]
+    python benchmarks/vllm_fidelity.py --blind [...]  # nothing fitted: the roofline of the card's data sheet
 
 The cost terms are fitted to the times of half of the requests and judged on the other half, which the fit has not seen:
 once with every other request, once with the earlier ones predicting the later ones (which end in small batches that the
@@ -26,6 +27,7 @@ from tokenyard.cost import LinearTerms, Profile
 from tokenyard.scheduler import Scheduler
 from tokenyard.sim.engine.presets import preset
 from tokenyard.sim.engine.sim_scheduler import StepObserver
+from tokenyard.sim.hardware.device_profile import Hardware, find_device_profile
 from tokenyard.sim.simulate import Outcome, Setup, simulate
 from tokenyard.sim.traces.prompt_ids import TokenContent
 from tokenyard.sim.traces.workload import Workload, uniform_columns
@@ -74,7 +76,7 @@ def read_record(workload_file: Path, run_folder: Path) -> Record:
     return Record(workload, first - queued, (last - first) / (outputs - 1), settings)
 
 
-def run(record: Record, terms: LinearTerms, observer: StepObserver | None = None) -> Outcome:
+def run(record: Record, terms: LinearTerms | Profile, observer: StepObserver | None = None) -> Outcome:
     """The recorded workload through the simulator, with the recorded engine's settings."""
     context = record.workload.max_prompt_tokens + record.workload.max_output_tokens + 1
     settings = replace(
@@ -84,8 +86,26 @@ def run(record: Record, terms: LinearTerms, observer: StepObserver | None = None
         disable_radix_cache=False,
         max_in_flight=2,
     )
-    profile = Profile("rtx-pro-6000", "llama-3.1-8b", terms, KV_POOL_TOKENS, KV_BYTES_PER_TOKEN, context, "fitted")
+    if isinstance(terms, Profile):
+        profile = terms
+    else:
+        profile = Profile("rtx-pro-6000", "llama-3.1-8b", terms, KV_POOL_TOKENS, KV_BYTES_PER_TOKEN, context, "fitted")
     return simulate(record.workload, Setup(profile, settings, record.replicas), observer)
+
+
+def blind(record: Record) -> str:
+    """A line with the signed errors of the roofline, in %: of the TPOT's median and p90, and of the makespan."""
+    replicas, spread = record.replicas, record.settings["enable_expert_parallel"]
+    hardware = Hardware(dp=replicas if spread else 1, ep=replicas if spread else 1)
+    model = record.settings["model"].rpartition("/")[2]
+    outcome = run(record, find_device_profile("rtx_pro_6000", model, hardware))
+    answers_s = record.ttft_s + record.tpot_s * (record.workload.output_tokens - 1)
+    pairs = {
+        "TPOT p50": (np.quantile(outcome.tpot_s, 0.5), np.quantile(record.tpot_s, 0.5)),
+        "TPOT p90": (np.quantile(outcome.tpot_s, 0.9), np.quantile(record.tpot_s, 0.9)),
+        "makespan": (outcome.finished_ns.max() / 1e9, (record.workload.arrival_s + answers_s).max()),
+    }
+    return ", ".join(f"{name} {100 * (found / known - 1):+.1f} %" for name, (found, known) in pairs.items())
 
 
 class StepFeatures:
@@ -163,8 +183,12 @@ def main() -> None:
     parser.add_argument("--workload", default=WORKLOAD, help="file in the folder")
     parser.add_argument("--run", default=RUN, help="folder in the folder, with requests.jsonl and meta.json")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--blind", action="store_true", help="fit nothing")
     args = parser.parse_args()
     record = read_record(args.folder / args.workload, args.folder / args.run)
+    if args.blind:
+        print(blind(record))
+        return
     middle = len(record.workload) // 2
     splits = {
         "every other": (slice(0, None, 2), slice(1, None, 2)),
