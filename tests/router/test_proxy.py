@@ -63,6 +63,38 @@ def test_the_kernel_probes_silent_workers():
     run(main())
 
 
+def test_a_connection_that_is_given_up_while_it_is_made_does_not_end_the_next_try():
+    async def main():
+        tried, refused, go = [], asyncio.Event(), asyncio.Event()
+
+        async def connect():
+            tried.append(True)
+            await refused.wait()
+            raise OSError("it cannot be reached after all")
+
+        async def reply(asked, writer):
+            writer.write(STREAM_HEAD + event({"first": 1}))
+            await asyncio.sleep(0.05)  # the answer arrives first
+            refused.set()
+            await go.wait()
+            writer.write(DONE + LAST)
+
+        a, b = FakeWorker("a"), FakeWorker("b", on_request=reply)
+        async with a, b, routing(a, b, policy="round_robin", stall_timeout_secs=0.1) as (router, client):
+            far, _ = router.workers
+            far.pool.connect = connect
+            while not tried:  # which of two free workers comes first is drawn
+                refused.clear()
+                go.clear()
+                asked = asyncio.create_task(client.complete(stream=True))
+                await refused.wait()
+                await asyncio.sleep(0.02)
+                go.set()
+                assert (await asked).body.endswith(b"data: [DONE]\n\n")
+
+    run(main())
+
+
 def test_a_stream_comes_through_event_by_event():
     async def main():
         go = asyncio.Event()

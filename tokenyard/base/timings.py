@@ -26,10 +26,10 @@ AbortCause = Literal[
 ]
 """Why a request was aborted, as one word; "" for one that was not.
 
-invalid, too_long: it could never be served. room_in_use: another request has, or had, its bootstrap room. queue_full, tenant_limit, displaced, queue_timeout, run_timeout, overdue,
-no_memory: the scheduler refused or ended it. cancelled: a call cancelled it. paused: the engine was paused in mode
-`abort`. client_gone, slow_reader: its client disconnected, or read too slowly. draining: the server shuts down.
-failed: a step or the scheduler failed.
+invalid, too_long: it could never be served. room_in_use: another request has, or had, its bootstrap room. queue_full,
+tenant_limit, displaced, queue_timeout, run_timeout, overdue, no_memory: the scheduler refused or ended it. cancelled:
+a call cancelled it. paused: the engine was paused in mode `abort`. client_gone, slow_reader: its client disconnected,
+or read too slowly. draining: the server shuts down. failed: a step or the scheduler failed.
 """
 
 

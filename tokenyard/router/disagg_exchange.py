@@ -293,9 +293,6 @@ class DisaggExchange(Exchange):
     @override
     def _drop_upstream(self) -> None:
         super()._drop_upstream()
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
         self._drop_leg()
 
     @override

@@ -404,6 +404,9 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
             self._upstream.transport.resume_reading()
 
     def _drop_upstream(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
         connection, self._upstream = self._upstream, None
         if connection is not None:
             connection.drop(self)
