@@ -63,7 +63,15 @@ CLIENTS = (
         "areal",
         (
             *("torch==2.13.0", "transformers==5.23.0", "torchdata==0.11.0", "safetensors==0.8.0", "openai==3.52.0"),
-            *("ray==2.60.0", "numba==0.68.1", "hydra-core==1.3.8", "omegaconf==2.4.0", "pydantic", "uvloop", "aiohttp"),
+            *(
+                "ray==2.60.0",
+                "numba==0.68.1",
+                "hydra-core==1.4.0.dev1",
+                "omegaconf==2.4.0.dev2",
+                "pydantic",
+                "uvloop",
+                "aiohttp",
+            ),
             *("aiofiles", "requests", "httpx", "flask", "tenacity", "colorlog", "pybase64", "pillow", "einops", "lark"),
             *("orjson", "psutil", "pyyaml", "rich", "accelerate==1.15.0"),
         ),
