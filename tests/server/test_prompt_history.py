@@ -132,6 +132,15 @@ def test_a_template_that_rewrites_history_is_named(text, cached, cause):
     assert (report.cause, report.part) == (cause, "")
 
 
+def test_what_the_template_does_not_write_has_not_changed():
+    """Tools may come with a request that forces no call, under a template that has no place for them."""
+    history = PromptHistory()
+    turn(history, "r1", [ASK], 0, text=LONG, tools=[TOOL])
+    assert turn(history, "r2", [ASK], 1000, text=LONG).cause == "hit"
+    report = turn(history, "r3", [ASK], 300, text="y" + LONG, tools=[TOOL])
+    assert (report.cause, report.part) == ("changed", "messages[0]")
+
+
 def test_a_session_that_went_on_elsewhere():
     report = turn(PromptHistory(), "r1", [ASK, SAY, MORE], 0, turn=1)
     assert report.cause == "elsewhere"

@@ -94,6 +94,7 @@ class Prompt:
     forms: `form_digests` of its parts, b"" where they are not known.
     chars: the length of its text as the template writes it.
     blocks: a hash of each whole block of `BLOCK_CHARS` of that text.
+    whole: a hash of all of it.
     """
 
     rid: str
@@ -106,6 +107,7 @@ class Prompt:
     at_s: float = 0.0
     chars: int = 0
     blocks: "array[int]" = field(default_factory=lambda: array("q"))
+    whole: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +156,7 @@ class PromptHistory:
         # Hashes of str are of 64 bits with a key of this process: as good as a digest here, and much faster.
         ends = range(BLOCK_CHARS, len(text) + 1, BLOCK_CHARS)
         prompt.blocks = array("q", (hash(text[end - BLOCK_CHARS : end]) for end in ends))
+        prompt.whole = hash(text)
         before = self._last.pop((tenant, session), None)
         if before is not None:
             self._bytes -= before.nbytes
@@ -161,6 +164,9 @@ class PromptHistory:
                 before = None
         prompt.forms = _forms(before, digests, [content for _, content in parts])
         report = _compared(before, prompt, turn)
+        shown = before is None or not before.chars or hash(text[: before.chars]) != before.whole
+        if report.cause == "changed" and not shown:  # the template writes nothing of what changed
+            report = replace(report, cause="unknown", part="", how="")
         self._last[tenant, session] = prompt
         self._bytes += prompt.nbytes
         while self._bytes > MAX_HISTORY_BYTES or len(self._last) > MAX_SESSIONS:
