@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tokenyard.executor.native.build import SOURCES, build_library
+from tokenyard.executor.native.build import BUILD_TIMEOUT_S, SOURCES, build_library
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 ROOT = "/usr/aarch64-linux-gnu"
 PROGRAM = Path(__file__).parent / "arm" / "products.cpp"
+
+pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S)  # the library is built, which takes minutes on a busy machine
 
 
 @pytest.fixture(scope="module")
