@@ -5,6 +5,8 @@ Signatures are those of flashinfer-python 0.7.2.post1; what they say of shapes, 
 
 import torch
 
+from tests.executor.meta_device import is_pinned
+
 PLANNED = {}
 """The wrapper that was planned last in some memory, by its address."""
 
@@ -178,7 +180,7 @@ class _Planned:
         assert ((last >= 1) & (last <= page_size)).all()
         # Where the indices are on a device, all else is sent there too.
         if indices.device.type != "cpu":
-            assert all(column.pinned for column in (indptr, last))
+            assert all(map(is_pinned, (indptr, last)))
 
     def run(self, q, paged_kv_cache, out):
         keys, values = paged_kv_cache

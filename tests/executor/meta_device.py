@@ -31,6 +31,11 @@ def _storage(tensor):
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def is_pinned(tensor):
+    """Whether a tensor lies in pinned memory."""
+    return _storage(tensor) in PINNED
+
+
 class Waited(AssertionError):
     """On a GPU the host would have waited for the device, or the step would have failed."""
 
@@ -80,7 +85,7 @@ class Watch(TorchDispatchMode):
         if target == GPU and CURRENT[-1] is STEPS:
             raise Waited(f"a copy of {tuple(source.shape)} to the device that waits for the step before")
         host = source if source.device.type == "cpu" else args[0]
-        if _storage(host) not in PINNED:
+        if not is_pinned(host):
             raise Waited(f"a copy of {tuple(source.shape)} to or from memory that is not pinned")
         return args[0] if target.type == "cpu" else func(*args, **kwargs)
 

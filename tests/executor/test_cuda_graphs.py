@@ -51,13 +51,16 @@ class TableAttention:
 
 
 class Player:
-    """A Recorder that counts: `played` lists the sizes in the order that they were played."""
+    """A Recorder that counts: `played` lists the sizes in the order that they were played.
 
-    def __init__(self):
-        self.recorded, self.played = [], []
+    record: runs work and returns what makes it again.
+    """
+
+    def __init__(self, record=capture):
+        self.record, self.recorded, self.played = record, [], []
 
     def __call__(self, work):
-        number, again = len(self.recorded), capture(work)
+        number, again = len(self.recorded), self.record(work)
         self.recorded.append(work)
 
         def play():
