@@ -242,7 +242,10 @@ class ConnectionPool:
     async def connect(self) -> UpstreamConnection:
         """Open a connection. Raises OSError, of which TimeoutError is one, if that fails."""
         protocol = UpstreamConnection(self)
-        await asyncio.wait_for(self._open(protocol), self._timeout_s)
+        # Not wait_for, which before Python 3.12 loses a cancellation that comes as the connection is made: the try that
+        # was given up would go on beside the next one.
+        async with asyncio.timeout(self._timeout_s):
+            await self._open(protocol)
         return protocol
 
     async def _open(self, protocol: UpstreamConnection) -> None:
