@@ -1,4 +1,6 @@
-"""The kernels' own tests under the compiler's address and undefined-behaviour sanitizers."""
+"""The kernels' own tests under the compiler's address and undefined-behaviour sanitizers, which take four minutes to
+compile and run.
+"""
 
 import subprocess
 import sys
@@ -24,7 +26,7 @@ def sanitizer_library():
     return found if Path(found).is_absolute() else ""
 
 
-@pytest.mark.slow
+@pytest.mark.world
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not sanitizer_library(), reason="no compiler with an address sanitizer")
 def test_kernels_read_and_write_only_what_is_theirs():

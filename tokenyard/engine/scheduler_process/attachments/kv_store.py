@@ -67,7 +67,7 @@ READERS = 2
 FLUSH_TIMEOUT_S = 3.5
 """Less than a scheduler process is given to end."""
 COPY_TIMEOUT_S = 1.0
-"""How long a flush of the prefix cache waits for a copy from the device."""
+"""How long a flush of the prefix cache waits for a copy from the device, and a clear of the store for its writes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -305,6 +305,9 @@ class KvStoreConnector(Attachment):
                 self._core.apply(event, time.monotonic_ns())
 
     def _clear(self, now: int) -> int:
+        # Blocks that are being stored would come back.
+        with self._changed:
+            self._changed.wait_for(lambda: not self.machine.storing, COPY_TIMEOUT_S)
         blocks = self._store.blocks
         self._store.clear()
         return blocks
