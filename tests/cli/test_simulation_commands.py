@@ -472,5 +472,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_run(tmp_path, monk
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="pyarrow"):
         run_simulate(simulate_args(*SMALL, "--requests-out", str(tmp_path / "r.arrow")))
+    with pytest.raises(ConfigError, match=r"none of the endings \.csv, \.arrow"):
+        run_simulate(simulate_args(*SMALL, "--requests-out", str(tmp_path / "r.xyz")))
     with pytest.raises(ConfigError, match="--seeds is 0"):
         run_simulate(simulate_args(*SMALL, "--seeds", "0"))

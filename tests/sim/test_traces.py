@@ -404,8 +404,9 @@ def test_scaling_and_limiting(tmp_path):
     assert workload.scaled(2.0).arrival_s.tolist() == [0.0, 0.5, 1.0, 1.5]
     assert len(workload.limited(3)) == 3
     assert len(workload.limited(None)) == 4
-    with pytest.raises(ConfigError, match="--rate-scale"):
-        workload.scaled(0.0)
+    for factor in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="--rate-scale"):
+            workload.scaled(factor)
     with pytest.raises(ConfigError, match="--limit"):
         workload.limited(0)
 
@@ -678,7 +679,7 @@ def test_conversations_and_waiting_users_of_blis_are_closed_loops(tmp_path):
     assert list(sessions.gap_s[first : first + 3]) == [0.0, 0.5, 0.5]
     assert (np.diff(workload.prompt_tokens[first : first + 3]) > 7).all(), "a prompt repeats what was said before"
     path.write_text(SPEC.replace("rate_fraction: 1,", "concurrency: 8, think_time_us: 1000,"))
-    with pytest.raises(ConfigError, match="split the file"):
+    with pytest.raises(ConfigError, match="give a horizon"):
         read_trace(path, "blis-spec")
     path.write_text(
         SPEC.replace("rate_fraction: 1,", "concurrency: 8,").replace("rate_fraction: 3", "rate_fraction: 0")
@@ -696,7 +697,7 @@ def test_conversations_and_waiting_users_of_blis_are_closed_loops(tmp_path):
         ("10: 0.5, 20: 0.5", "10: -1, 20: 0.5", "at least 0"),
         ("num_requests: 4000", "horizon: 0", "neither num_requests nor horizon"),
         ("aggregate_rate: 100.0", "aggregate_rate: .nan", "aggregate_rate"),
-        ("id: b,", "id: b, multimodal: {},", "not modelled"),
+        ("id: b,", "id: b, servegen: {},", "not modelled"),
         ("clients:", "clients: [", "no YAML file"),
     ],
 )

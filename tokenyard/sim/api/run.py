@@ -78,7 +78,7 @@ class Result:
         return arrow_table(self.columns)
 
     def save(self, path: Path | str) -> None:
-        """Write the columns as .arrow, .feather, .parquet, or else as CSV. Raises ConfigError if that is impossible."""
+        """Write the columns as .arrow, .feather, .parquet or .csv. Raises ConfigError if that is impossible."""
         write_table(Path(path), self.columns)
 
     def report(self, path: Path | str) -> None:

@@ -14,7 +14,7 @@ from tokenyard.sim.traces.workload import NO_PRIORITY
 
 Column = npt.NDArray[Any]
 STATUS_NAMES = {UNFINISHED: "unfinished", FINISHED: "finished", REJECTED: "rejected"}
-ARROW_SUFFIXES, PARQUET_SUFFIXES = (".arrow", ".feather"), (".parquet",)
+ARROW_SUFFIXES, PARQUET_SUFFIXES, CSV_SUFFIXES = (".arrow", ".feather"), (".parquet",), (".csv",)
 
 
 def request_columns(outcome: Outcome) -> dict[str, Column]:
@@ -74,16 +74,20 @@ def stacked(tables: Mapping[str, Mapping[str, Column]], name: str) -> dict[str, 
 
 
 def check_table_path(path: Path) -> None:
-    """Raise ConfigError if a file of this kind needs a package that is not installed."""
+    """Raise ConfigError if there is no table of this kind, or it needs a package that is not installed."""
+    kinds = CSV_SUFFIXES + ARROW_SUFFIXES + PARQUET_SUFFIXES
+    if path.suffix not in kinds:
+        raise ConfigError(f"{path} has none of the endings {', '.join(kinds)}, which say how the table is written")
     if path.suffix in ARROW_SUFFIXES + PARQUET_SUFFIXES:
         _pyarrow(path)
 
 
 def write_table(path: Path, columns: Mapping[str, Column]) -> None:
-    """Write columns as Arrow (`.arrow`, `.feather`), Parquet (`.parquet`), or else as CSV, with NaN as an empty field.
+    """Write columns as Arrow (`.arrow`, `.feather`), Parquet (`.parquet`), or CSV (`.csv`), with NaN as an empty field.
 
-    Raises ConfigError if the file cannot be written, or if pyarrow is needed and not installed.
+    Raises ConfigError as `check_table_path` does, and if the file cannot be written.
     """
+    check_table_path(path)
     try:
         if path.suffix in ARROW_SUFFIXES + PARQUET_SUFFIXES:
             _write_arrow(path, columns)

@@ -3,9 +3,9 @@
 Detected by `input_tokens`, `output_tokens` and `arrival_time_us` (microseconds). Also read where they are there:
 `prefix_group` and `prefix_length` (a beginning that all prompts of a group share and that `input_tokens` does not
 count), `server_input_tokens` (the whole prompt as the server counted it, where there is no prefix), `tenant_id`,
-`slo_class`, `vllm_priority` (0 is the most urgent) and `status` (other than `ok`: the answer was cut off). Not read:
-the header file, `session_id` and `round_index` (turns arrive at their recorded times), `deadline_us` (when the client
-gives up), `adapter` and the times that the server took.
+`slo_class`, `slo_target_us`, `vllm_priority` (0 is the most urgent) and `status` (other than `ok`: the answer was cut
+off). Not read: the header file, `session_id` and `round_index` (turns arrive at their recorded times), `deadline_us`
+(when the client gives up), `adapter` and the times that the server took.
 """
 
 from pathlib import Path
@@ -43,6 +43,7 @@ def read_blis(path: Path, options: ReadOptions) -> Workload:
             segments=[(group, shared), *rest] if shared else rest,
             tenant=record.get("tenant_id", ""),
             service_class=record.get("slo_class", ""),
+            slo_ttft_s=_optional(record, "slo_target_us", where) / US_PER_S or None,
             priority=-_optional(record, "vllm_priority", where) if record.get("vllm_priority") else None,
             complete=record.get("status", "ok") in ("", "ok"),
         )

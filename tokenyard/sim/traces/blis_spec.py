@@ -2,74 +2,114 @@
 requests are drawn.
 
 A YAML file with `clients`, `cohorts` or `inference_perf`, by which it is detected. Read are rates, arrival processes,
-distributions of lengths, windows of activity, prefix groups, tenants, classes, targets, users that wait for their
-answers (`concurrency`) and conversations (`reasoning.multi_turn`), which run as closed loops. The draws are those of
-`--seed`, not BLIS's own. Not read: `seed`, `category`, `streaming`, `model`, `adapter`, `network`, `timeout`,
-`goodput_slo_targets` and the ratio of reasoning. Refused, because the traffic would be another: images and sounds,
-ServeGen's files (`--trace-format servegen`), cohorts that change their rate by `diurnal` or `drain`, and any field that
-is not known.
+distributions of lengths, windows of activity, prefix groups, tenants, classes, targets, images and sounds (as the
+tokens that BLIS counts for them), cohorts whose rate follows the hour (`diurnal`), rises (`spike`) or ends (`drain`),
+users that wait for their answers (`concurrency`) and conversations (`reasoning.multi_turn`), as closed loops or, with
+`closed_loop: false`, at times of their own. How rates and windows become arrivals follows BLIS's code
+(sim/workload/generator.go, cohort.go, inference_perf.go); the draws are those of `--seed`, not BLIS's own. Not read:
+`seed`, `category`, `streaming`, `model`, `adapter`, `network`, `timeout`, `goodput_slo_targets` and the ratio of
+reasoning. Refused are any field that is not known, and `servegen_data`: `--trace-format servegen` reads that folder
+itself.
 """
 
-import difflib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import ceil, gamma, inf
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, cos, inf, pi
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from tokenyard.base import ConfigError, Float64Array, Int32Array
+from tokenyard.sim.traces.blis_distributions import US_PER_S, Draw, Rng, gaps, lengths, parts_of_a_prompt
 from tokenyard.sim.traces.read_options import ReadOptions
 from tokenyard.sim.traces.recorded_calls import GrowingPrompts
 from tokenyard.sim.traces.session_workload import SessionTrace, session_workload
 from tokenyard.sim.traces.sessions import SessionRecord, Turn
-from tokenyard.sim.traces.trace_files import name_of, number, read_bytes, whole
+from tokenyard.sim.traces.spec_fields import known_fields, read_document
+from tokenyard.sim.traces.trace_files import name_of, number, whole
 from tokenyard.sim.traces.trace_format import TraceFormat
 from tokenyard.sim.traces.workload import MAX_TOKENS, Workload, WorkloadBuilder
 
-US_PER_S = 1e6
 DRAWN_AT_ONCE = 1024
-MAX_REQUESTS = 5_000_000
+MAX_REQUESTS, MAX_DRAWN = 5_000_000, 50_000_000
+MAX_MEMBERS = 100_000
+"""BLIS's own bound on the `population` of a cohort."""
 DEFAULT_PREFIX = 50
 """BLIS's own default of `prefix_length`."""
+HOURS_A_DAY, S_PER_HOUR, DRAIN_SEGMENTS = 24, 3600.0, 10
 
 _IGNORED = frozenset({"streaming", "model", "adapter", "network", "timeout"})
 _CLIENT = _IGNORED | {
     *("id", "tenant_id", "slo_class", "rate_fraction", "arrival", "input_distribution", "output_distribution"),
     *("prefix_group", "prefix_length", "lifecycle", "reasoning", "slo_target_us", "concurrency", "think_time_us"),
-    "closed_loop",
+    *("closed_loop", "multimodal"),
 }
-_COHORT = (_CLIENT - {"lifecycle", "concurrency", "think_time_us"}) | {"population", "prefix_sharing", "spike"}
-_WINDOW = frozenset({"start_us", "end_us", "trace_rate", "arrival", "input_distribution", "output_distribution"})
+_PATTERNS = frozenset({"diurnal", "spike", "drain"})
+_COHORT = (_CLIENT - {"lifecycle", "concurrency", "think_time_us"}) | {"population", "prefix_sharing"} | _PATTERNS
+_CHANGED = ("arrival", "input_distribution", "output_distribution")
+_WINDOW = frozenset({"start_us", "end_us", "trace_rate", *_CHANGED})
 _TOP = frozenset(
     {
         *("version", "seed", "category", "clients", "cohorts", "aggregate_rate", "horizon", "num_requests"),
         *("inference_perf", "goodput_slo_targets"),
     }
 )
+_V2_CLASSES = {"realtime": "critical", "interactive": "standard"}
+"""Classes of clients that BLIS renames in files of version 1."""
 
-Rng = np.random.Generator
-Draw = Callable[[Rng, int], Float64Array]
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """When an entry is active, in seconds.
+
+    weight: its share, or with an absolute rate its requests per second, of all members together; None for the entry's.
+    changed: fields of the entry that are others in this window.
+    """
+
+    begin_s: float
+    end_s: float
+    weight: float | None
+    changed: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A client or a cohort of the file.
+
+    share: of the rate of all that are active with it, of all its members together.
+    windows: none for one that is always active.
+    """
+
+    where: str
+    fields: dict[str, Any]
+    members: int
+    share: float
+    windows: tuple[_Window, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Client:
     """One client: what its requests are like, and when it is active.
 
-    share: of the rate of all that are active with it, or with an absolute rate requests per second.
-    windows: (start, end) in seconds.
+    rate: requests per second while it is active; of conversations, their starts.
+    windows: (begin, end) in seconds, not empty.
+    fills: its arrivals are stretched so that the gaps fill its one window exactly.
+    count: so many requests, the last one at the window's end; 0 for as many as the rate gives.
     gaps: draws gaps with a mean of 1.
     rounds, think_s, grows: a conversation, whose prompts repeat it; one round for single requests.
+    single: one conversation, not one per arrival.
+    waits: a round waits for the answer before it.
     users: closed loops that send one request after the other; 0 for arrivals by time.
     """
 
     where: str
     tenant: str
     service_class: str
-    share: float
+    rate: float
     windows: tuple[tuple[float, float], ...]
+    fills: bool
+    count: int
     gaps: Draw
     prompt: Draw
     output: Draw
@@ -79,6 +119,8 @@ class _Client:
     rounds: int
     think_s: float
     grows: bool
+    single: bool
+    waits: bool
     users: int
 
 
@@ -95,50 +137,31 @@ def read_blis_spec(path: Path, options: ReadOptions) -> Workload:
 
     Raises ConfigError, in one line, for a file that does not fit, and for one that says neither.
     """
-    spec = _mapping(_document(path), path.name, _TOP)
-    clients, absolute = _clients(spec, path.name)
+    spec = known_fields(read_document(path), path.name, _TOP)
     most = whole(spec, "num_requests", path.name) if spec.get("num_requests") else 0
     if options.limit is not None:
         most = min(most, options.limit) if most else options.limit
     horizon_s = number(spec, "horizon", path.name) / US_PER_S if spec.get("horizon") else inf
-    horizon_s = min(horizon_s, max((client.windows[-1][1] for client in clients), default=inf))
-    if not most and horizon_s == inf:
+    clients = _shared_lengths(_clients(spec, path.name, horizon_s))
+    last_s = max((client.windows[-1][1] for client in clients if not client.users), default=inf)
+    horizon_s = min(horizon_s, last_s)
+    endless = any(not (client.single or client.count or client.users) for client in clients)
+    if not most and horizon_s == inf and endless:
         raise ConfigError(f"{path.name} says neither num_requests nor horizon; give --limit")
     rng = np.random.default_rng(options.seed)
-    rate = 1.0 if absolute else number(spec, "aggregate_rate", path.name) if any(not c.users for c in clients) else 0.0
-    starts = _starts(clients, rate, absolute, horizon_s, most or MAX_REQUESTS, rng)
+    starts = _starts(clients, horizon_s, most or MAX_REQUESTS, rng)
     if any(client.rounds > 1 or client.users for client in clients):
-        return _sessions(path.name, clients, starts, most or MAX_REQUESTS, options, rng)
+        return _sessions(path.name, clients, starts, most or MAX_REQUESTS, horizon_s, options, rng)
     return _requests(path.name, clients, starts[: most or None], rng)
-
-
-def _document(path: Path) -> Any:
-    try:
-        return yaml.safe_load(read_bytes(path).decode("utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{path} is no YAML file: {told}") from None
 
 
 def is_blis_spec(path: Path) -> bool:
     """Whether a YAML file is such a specification."""
     try:
-        found = _document(path)
+        found = read_document(path)
     except ConfigError:
         return False
     return isinstance(found, dict) and any(part in found for part in ("clients", "cohorts", "inference_perf"))
-
-
-def _mapping(value: Any, where: str, known: frozenset[str] | set[str]) -> dict[str, Any]:
-    """A mapping with no other than the `known` fields. Raises ConfigError for others."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where}: fields are needed, not {str(value)[:40]!r}")
-    for name in value:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"; {near[0]} may be meant" if near else "; it would change the traffic and is not modelled"
-            raise ConfigError(f"{where}: unknown field {str(name)[:40]!r}{hint}")
-    return value
 
 
 def _list(spec: dict[str, Any], key: str, where: str) -> list[Any]:
@@ -148,95 +171,219 @@ def _list(spec: dict[str, Any], key: str, where: str) -> list[Any]:
     return found
 
 
-def _clients(spec: dict[str, Any], name: str) -> tuple[list[_Client], bool]:
-    """The clients, and whether their shares are rates."""
-    found: list[_Client] = []
-    rated = bool(spec.get("aggregate_rate"))
+def _clients(spec: dict[str, Any], name: str, horizon_s: float) -> list[_Client]:
+    """The clients, with their rates. Of one that changes between windows, one for each of these."""
+    if spec.get("inference_perf") is not None:
+        return list(_stages(spec["inference_perf"], f"{name}, inference_perf"))
+    old = str(spec.get("version", "1")) == "1"
+    # An aggregate rate of 0 means that the windows have rates of their own.
+    relative = spec.get("aggregate_rate") not in (None, 0)
+    total = number(spec, "aggregate_rate", name) if relative else 0.0
+    entries: list[_Entry] = []
     for place, one in enumerate(_list(spec, "clients", name)):
         where = f"{name}, client {place + 1}"
-        found.extend(_of_windows(_mapping(one, where, _CLIENT), where, rated))
+        fields = known_fields(one, where, _CLIENT)
+        if old and fields.get("slo_class") in _V2_CLASSES:
+            fields = {**fields, "slo_class": _V2_CLASSES[fields["slo_class"]]}
+        share = 0.0 if fields.get("concurrency") else _share(fields, where, relative)
+        entries.append(_Entry(where, fields, 1, share, tuple(_windows(fields, where))))
     for place, one in enumerate(_list(spec, "cohorts", name)):
-        where = f"{name}, cohort {place + 1}"
-        found.extend(_members(_mapping(one, where, _COHORT), where, rated))
-    if spec.get("inference_perf") is not None:
-        return [*found, *_stages(spec["inference_perf"], f"{name}, inference_perf")], True
-    if not found:
+        entries.append(_cohort(one, f"{name}, cohort {place + 1}", relative))
+    if not entries:
         raise ConfigError(f"{name} names no clients")
-    return found, not rated and any(not client.users for client in found)
+    if total < 0.0 or any(entry.share < 0.0 for entry in entries):
+        raise ConfigError(f"{name}: aggregate_rate and rate_fraction must be at least 0")
+    rated = [entry for entry in entries if not entry.fields.get("concurrency")]
+    for entry in rated:
+        if not relative and not (entry.windows and all(window.weight is not None for window in entry.windows)):
+            raise ConfigError(
+                f"{entry.where}: without aggregate_rate it needs windows with a trace_rate, a cohort a spike with one"
+            )
+    changing = any(window.weight is not None or window.changed for entry in rated for window in entry.windows)
+    return [
+        client
+        for entry in entries
+        for client in (
+            _in_each_window(entry, rated, total if relative else None, horizon_s)
+            if changing and entry.windows
+            else _at_one_rate(entry, rated, total)
+        )
+    ]
 
 
-def _of_windows(one: dict[str, Any], where: str, rated: bool) -> Iterator[_Client]:
-    """A client, or one for each of its windows if these change what it is like."""
-    life = one.get("lifecycle")
-    windows = _list(_mapping(life, where, {"windows"}), "windows", where) if life is not None else []
-    if not windows:
-        if not rated and not one.get("concurrency"):
-            raise ConfigError(f"{where}: without aggregate_rate it needs windows with a trace_rate")
-        yield _client(one, where, number(one, "rate_fraction", where) if not one.get("concurrency") else 0.0)
-        return
-    for window in windows:
-        _mapping(window, f"{where}, a window", _WINDOW)
-        ends = tuple(number(window, key, f"{where}, a window") / US_PER_S for key in ("start_us", "end_us"))
-        changed = {
-            key: window[key] for key in ("arrival", "input_distribution", "output_distribution") if key in window
-        }
-        if rated and window.get("trace_rate") is not None:
-            raise ConfigError(f"{where}: trace_rate beside aggregate_rate is not read; give one of the two")
-        share = number(one, "rate_fraction", where) if rated else number(window, "trace_rate", f"{where}, a window")
-        yield _client({**one, **changed}, where, share, (ends[0], ends[1]))
+def _share(fields: dict[str, Any], where: str, relative: bool) -> float:
+    """Its share of the aggregate rate, which need not be there where windows have rates of their own."""
+    return number(fields, "rate_fraction", where) if relative or "rate_fraction" in fields else 0.0
 
 
-def _members(one: dict[str, Any], where: str, rated: bool) -> Iterator[_Client]:
-    """The clients of a cohort."""
-    count = whole(one, "population", where)
-    if not 0 < count <= MAX_TOKENS:
-        raise ConfigError(f"{where}: population is {count}; it must be at least 1")
-    window = (0.0, inf)
-    spike = one.get("spike")
-    if spike is not None:
-        _mapping(spike, where, {"start_time_us", "duration_us", "trace_rate"})
-        begin = number(spike, "start_time_us", where) / US_PER_S
-        window = (begin, begin + number(spike, "duration_us", where) / US_PER_S)
-    if not rated and spike is None:
-        raise ConfigError(f"{where}: without aggregate_rate it needs a spike with a trace_rate")
-    share = number(one, "rate_fraction", where) if rated else number(spike or {}, "trace_rate", where)
-    for member in range(count):
-        own = one.get("prefix_sharing") == "per_member" and one.get("prefix_group")
-        group = {"prefix_group": f"{one['prefix_group']} {member}"} if own else {}
-        yield _client({**one, **group}, where, share / count, window)
+def _windows(fields: dict[str, Any], where: str) -> Iterator[_Window]:
+    life = fields.get("lifecycle")
+    for window in _list(known_fields(life, where, {"windows"}), "windows", where) if life is not None else []:
+        known_fields(window, f"{where}, a window", _WINDOW)
+        begin_s, end_s = (number(window, key, f"{where}, a window") / US_PER_S for key in ("start_us", "end_us"))
+        rate = window.get("trace_rate")
+        weight = None if rate is None else number(window, "trace_rate", f"{where}, a window")
+        yield _window(where, begin_s, end_s, weight, {key: window[key] for key in _CHANGED if window.get(key)})
+
+
+def _window(
+    where: str, begin_s: float, end_s: float, weight: float | None = None, changed: dict[str, Any] | None = None
+) -> _Window:
+    if not (0.0 <= begin_s < end_s and (weight is None or weight >= 0.0)):
+        raise ConfigError(f"{where}: a window must end after it starts, and its rate must be at least 0")
+    return _Window(begin_s, end_s, weight, changed or {})
+
+
+def _cohort(one: Any, where: str, relative: bool) -> _Entry:
+    fields = known_fields(one, where, _COHORT)
+    count = whole(fields, "population", where)
+    if not 0 < count <= MAX_MEMBERS:
+        raise ConfigError(f"{where}: population is {count}; it must be from 1 to {MAX_MEMBERS}")
+    windows: list[_Window] = []
+    if fields.get("diurnal") is not None:
+        windows += _diurnal(fields["diurnal"], f"{where}, diurnal")
+    if (spike := fields.get("spike")) is not None:
+        known_fields(spike, where, {"start_time_us", "duration_us", "trace_rate"})
+        begin_s = number(spike, "start_time_us", where) / US_PER_S
+        end_s = begin_s + number(spike, "duration_us", where) / US_PER_S
+        rate = None if spike.get("trace_rate") is None else number(spike, "trace_rate", where)
+        windows.append(_window(where, begin_s, end_s, rate))
+    if fields.get("drain") is not None:
+        windows += _drain(fields["drain"], f"{where}, drain")
+    return _Entry(where, fields, count, _share(fields, where, relative), tuple(windows))
+
+
+def _diurnal(value: Any, where: str) -> Iterator[_Window]:
+    """BLIS's form of a day: in each hour active from its start, for a share of it that follows a cosine."""
+    fields = known_fields(value, where, {"peak_hour", "peak_to_trough_ratio"})
+    peak, ratio = whole(fields, "peak_hour", where), number(fields, "peak_to_trough_ratio", where)
+    if not (0 <= peak < HOURS_A_DAY and ratio >= 1.0):
+        raise ConfigError(f"{where}: peak_hour must be from 0 to 23, peak_to_trough_ratio at least 1")
+    for hour in range(HOURS_A_DAY):
+        wave = (1.0 + cos(2.0 * pi * (hour - peak) / HOURS_A_DAY)) / 2.0
+        share = wave * (1.0 - 1.0 / ratio) + 1.0 / ratio
+        yield _window(where, hour * S_PER_HOUR, (hour + share) * S_PER_HOUR)
+
+
+def _drain(value: Any, where: str) -> Iterator[_Window]:
+    """Active up to the start, then in ten segments for shares of them that fall from 1 to 0.1."""
+    fields = known_fields(value, where, {"start_time_us", "ramp_duration_us"})
+    begin_s, ramp_s = (number(fields, key, where) / US_PER_S for key in ("start_time_us", "ramp_duration_us"))
+    if begin_s < 0.0 or ramp_s <= 0.0:
+        raise ConfigError(f"{where}: start_time_us must be at least 0, ramp_duration_us above 0")
+    if begin_s:
+        yield _window(where, 0.0, begin_s)
+    each_s = ramp_s / DRAIN_SEGMENTS
+    for segment in range(DRAIN_SEGMENTS):
+        at_s = begin_s + segment * each_s
+        yield _window(where, at_s, at_s + each_s * (DRAIN_SEGMENTS - segment) / DRAIN_SEGMENTS)
+
+
+def _at_one_rate(entry: _Entry, rated: Sequence[_Entry], total: float) -> Iterator[_Client]:
+    """The members of `entry`, whose arrivals go on all the time and count only in its windows."""
+    beside = sum(other.share for other in rated if _overlap(entry, other))
+    windows = tuple(sorted((window.begin_s, window.end_s) for window in entry.windows)) or ((0.0, inf),)
+    rate = total * entry.share / beside if beside and not entry.fields.get("concurrency") else 0.0
+    yield from _members(entry, entry.fields, rate, windows, fills=False)
+
+
+def _overlap(one: _Entry, other: _Entry) -> bool:
+    """Whether they are ever active together."""
+    if not one.windows or not other.windows:
+        return True
+    return any(a.begin_s < b.end_s and b.begin_s < a.end_s for a in one.windows for b in other.windows)
+
+
+def _in_each_window(entry: _Entry, rated: Sequence[_Entry], total: float | None, horizon_s: float) -> Iterator[_Client]:
+    """The members of `entry` once for each window, with the window's rate and other fields.
+
+    total: the aggregate rate, None if the windows' rates are absolute.
+    """
+    for window in entry.windows:
+        if window.begin_s >= horizon_s:
+            continue
+        rate = _weight(entry, window)
+        if total is not None:
+            beside = sum(_beside(other, window) for other in rated)
+            rate = total * rate / beside if beside else 0.0
+        fields = {**entry.fields, **window.changed}
+        if "input_distribution" in window.changed:
+            fields.pop("multimodal", None)
+        span = ((window.begin_s, min(window.end_s, horizon_s)),)
+        yield from _members(entry, fields, rate, span, fills=True)
+
+
+def _weight(entry: _Entry, window: _Window) -> float:
+    return entry.share if window.weight is None else window.weight
+
+
+def _beside(other: _Entry, window: _Window) -> float:
+    """The weight of `other` where it is active with `window`: that of its first window that overlaps."""
+    if not other.windows:
+        return other.share
+    found = (one for one in other.windows if one.begin_s < window.end_s and window.begin_s < one.end_s)
+    first = next(found, None)
+    return 0.0 if first is None else _weight(other, first)
+
+
+def _members(
+    entry: _Entry, fields: dict[str, Any], rate: float, windows: tuple[tuple[float, float], ...], *, fills: bool
+) -> Iterator[_Client]:
+    one = _client(fields, entry.where, rate / entry.members, windows, fills=fills)
+    own = fields.get("prefix_sharing") == "per_member" and one.group
+    for member in range(entry.members):
+        yield replace(one, group=f"{one.group} {member}") if own else one
 
 
 def _stages(value: Any, where: str) -> Iterator[_Client]:
-    """inference-perf's stages: users of some system prompts, at a rate that changes from stage to stage."""
-    spec = _mapping(value, where, {"stages", "shared_prefix"})
+    """inference-perf's stages: users of some system prompts, at a rate that changes from stage to stage.
+
+    A single stage has exactly rate times duration requests, spread evenly over the users; in several stages they are
+    Poisson processes. In a chat each user is one conversation per stage, with as many rounds and without growth.
+    """
+    spec = known_fields(value, where, {"stages", "shared_prefix"})
     keys = ("num_unique_system_prompts", "num_users_per_system_prompt", "system_prompt_len", "question_len")
-    known = {*keys, "output_len", "enable_multi_turn_chat"}
-    prompts = _mapping(spec.get("shared_prefix"), f"{where}, shared_prefix", known)
-    if prompts.get("enable_multi_turn_chat"):
-        raise ConfigError(f"{where}: enable_multi_turn_chat is not modelled; describe it as clients with multi_turn")
+    names = {*keys, "output_len", "enable_multi_turn_chat"}
+    prompts = known_fields(spec.get("shared_prefix"), f"{where}, shared_prefix", names)
     count, users, system, question = (whole(prompts, key, f"{where}, shared_prefix") for key in keys)
-    begin_s = 0.0
-    for stage in _list(spec, "stages", where):
-        _mapping(stage, where, {"rate", "duration"})
-        end_s = begin_s + number(stage, "duration", where)
-        for place in range(count):
-            fixed = {"type": "constant", "params": {"value": question}}
-            answer = {"type": "constant", "params": {"value": whole(prompts, "output_len", where)}}
-            one = {"arrival": {"process": "poisson"}, "input_distribution": fixed, "output_distribution": answer}
-            if system:
-                one |= {"prefix_group": f"system prompt {place}", "prefix_length": system}
-            yield _client(one, where, number(stage, "rate", where) / count, (begin_s, end_s))
-        begin_s = end_s
-    if not users or not begin_s:
+    stages, chat = _list(spec, "stages", where), bool(prompts.get("enable_multi_turn_chat"))
+    if count < 1 or users < 1 or not stages:
         raise ConfigError(f"{where}: it needs stages, system prompts and users")
+    begin_s, everyone = 0.0, count * users
+    for stage in stages:
+        known_fields(stage, where, {"rate", "duration"})
+        rate, end_s = number(stage, "rate", where), begin_s + number(stage, "duration", where)
+        each, more = divmod(int(rate * (end_s - begin_s)), everyone)
+        if not (rate > 0.0 and end_s > begin_s):
+            raise ConfigError(f"{where}: rate and duration of a stage must be above 0")
+        if each < 1 and (chat or len(stages) == 1):
+            raise ConfigError(f"{where}: a stage has fewer requests than users; raise rate or duration")
+        fixed = {"type": "constant", "params": {"value": question}}
+        answer = {"type": "constant", "params": {"value": whole(prompts, "output_len", where)}}
+        one = {"arrival": {"process": "poisson"}, "input_distribution": fixed, "output_distribution": answer}
+        # BLIS lets the conversations of a single stage begin after its end.
+        window = ((begin_s, inf if chat and len(stages) == 1 else end_s),)
+        for user in range(everyone):
+            prompt = f"prompt-{user // users}"
+            fields = {**one, "tenant_id": prompt, "slo_class": "standard"}
+            if system:
+                fields |= {"prefix_group": prompt, "prefix_length": system}
+            found = _client(fields, where, rate / everyone, window, fills=False)
+            own = each + (user < more)
+            if chat:
+                found = replace(found, rounds=own, think_s=everyone / rate, single=True)
+            elif len(stages) == 1:
+                found = replace(found, count=own)
+            yield found
+        begin_s = end_s
 
 
-def _client(one: dict[str, Any], where: str, share: float, window: tuple[float, float] = (0.0, inf)) -> _Client:
-    if not (share >= 0.0 and 0.0 <= window[0] < window[1]):
-        raise ConfigError(f"{where}: rates must be at least 0, and a window must end after it starts")
+def _client(
+    one: dict[str, Any], where: str, rate: float, windows: tuple[tuple[float, float], ...], *, fills: bool
+) -> _Client:
     reasoning = one.get("reasoning") or {}
-    talk = _mapping(reasoning, where, {"reason_ratio_distribution", "multi_turn"}).get("multi_turn")
-    talk = _mapping(talk or {}, where, {"max_rounds", "think_time_us", "context_growth", "single_session"})
+    talk = known_fields(reasoning, where, {"reason_ratio_distribution", "multi_turn"}).get("multi_turn")
+    talk = known_fields(talk or {}, where, {"max_rounds", "think_time_us", "context_growth", "single_session"})
     rounds = whole(talk, "max_rounds", where) if talk else 1
     users = whole(one, "concurrency", where) if one.get("concurrency") else 0
     think = talk if talk else one
@@ -244,136 +391,103 @@ def _client(one: dict[str, Any], where: str, share: float, window: tuple[float, 
     prefix = (whole(one, "prefix_length", where) if one.get("prefix_length") else DEFAULT_PREFIX) if group else 0
     if rounds < 1 or users < 0 or prefix < 0 or (users and rounds > 1):
         raise ConfigError(f"{where}: rounds must be at least 1, lengths and users at least 0, and not both of them")
+    draw_gaps, mean_s = gaps(one.get("arrival") or {"process": "poisson"}, f"{where}, arrival")
+    # In windows that are filled the fitted scale has no effect, as in BLIS.
+    own_rate = rate if mean_s is None or fills or not rate else 1.0 / mean_s
+    prompt = lengths(one.get("input_distribution"), f"{where}, input_distribution")
+    if one.get("multimodal") and not talk:
+        prompt = parts_of_a_prompt(one["multimodal"], f"{where}, multimodal")
     return _Client(
-        where,
-        name_of(one, "tenant_id", where),
-        name_of(one, "slo_class", where),
-        share,
-        (window,),
-        _gaps(one.get("arrival") or {"process": "poisson"}, f"{where}, arrival"),
-        _lengths(one.get("input_distribution"), f"{where}, input_distribution"),
-        _lengths(one.get("output_distribution"), f"{where}, output_distribution"),
-        group,
-        prefix,
-        number(one, "slo_target_us", where) / US_PER_S if one.get("slo_target_us") else None,
-        rounds,
-        number(think, "think_time_us", where) / US_PER_S if think.get("think_time_us") else 0.0,
-        talk.get("context_growth") == "accumulate",
-        users,
+        where=where,
+        tenant=name_of(one, "tenant_id", where),
+        service_class=name_of(one, "slo_class", where),
+        rate=own_rate,
+        windows=windows,
+        fills=fills,
+        count=0,
+        gaps=draw_gaps,
+        prompt=prompt,
+        output=lengths(one.get("output_distribution"), f"{where}, output_distribution"),
+        group=group,
+        prefix=prefix,
+        target_s=number(one, "slo_target_us", where) / US_PER_S if one.get("slo_target_us") else None,
+        rounds=rounds,
+        think_s=number(think, "think_time_us", where) / US_PER_S if think.get("think_time_us") else 0.0,
+        grows=talk.get("context_growth") == "accumulate",
+        single=bool(talk.get("single_session")),
+        waits=bool(users) or one.get("closed_loop") is not False,
+        users=users,
     )
 
 
-def _gaps(value: Any, where: str) -> Draw:
-    """Gaps with a mean of 1, by coefficient of variation or fitted shape."""
-    spec = _mapping(value, where, {"process", "cv", "shape", "scale"})
-    process = name_of(spec, "process", where)
-    cv = number(spec, "cv", where) if spec.get("cv") is not None else 1.0
-    shape = number(spec, "shape", where) if spec.get("shape") is not None else 0.0
-    if cv <= 0.0 or shape < 0.0:
-        raise ConfigError(f"{where}: cv and shape must be above 0")
-    if process == "poisson":
-        return lambda rng, n: rng.exponential(1.0, n)
-    if process == "constant":
-        return lambda rng, n: np.ones(n)
-    if process == "gamma":
-        k = shape or 1.0 / cv**2
-        return lambda rng, n: rng.gamma(k, 1.0 / k, n)
-    if process == "weibull":
-        k = shape or cv**-1.086  # Justus et al., 1978: within 1 % for a cv from 0.1 to 1
-        mean = gamma(1.0 + 1.0 / k)
-        return lambda rng, n: rng.weibull(k, n) / mean
-    raise ConfigError(f"{where}: process is {process!r}; it must be poisson, gamma, weibull or constant")
+def _shared_lengths(clients: list[_Client]) -> list[_Client]:
+    """All clients of a prefix group have the length that its first one states."""
+    first: dict[str, int] = {}
+    for client in clients:
+        first.setdefault(client.group, client.prefix)
+    return [replace(client, prefix=first[client.group]) for client in clients]
 
 
-def _lengths(value: Any, where: str) -> Draw:
-    """Lengths in tokens, at least 1."""
-    spec = _mapping(value, where, {"type", "params", "file"})
-    kind, params = name_of(spec, "type", where), spec.get("params") or {}
-    if not isinstance(params, dict):
-        raise ConfigError(f"{where}: params must be fields with numbers")
-
-    def get(name: str) -> float:
-        return number(params, name, where)
-
-    low = get("min") if "min" in params else 1.0
-    high = get("max") if "max" in params else float(MAX_TOKENS - 1)
-
-    def clamped(draw: Draw) -> Draw:
-        return lambda rng, n: np.clip(np.rint(draw(rng, n)), max(low, 1.0), max(high, 1.0))
-
-    if kind == "constant":
-        fixed = get("value")
-        return clamped(lambda rng, n: np.full(n, fixed))
-    if kind == "gaussian":
-        mean, deviation = get("mean"), get("std_dev")
-        return clamped(lambda rng, n: rng.normal(mean, max(deviation, 0.0), n))
-    if kind == "exponential":
-        mean = get("mean")
-        return clamped(lambda rng, n: rng.exponential(max(mean, 0.0), n))
-    if kind == "lognormal":
-        mu, sigma = get("mu"), get("sigma")
-        return clamped(lambda rng, n: rng.lognormal(mu, max(sigma, 0.0), n))
-    if kind == "pareto_lognormal":
-        alpha, least, weight, mu, sigma = (get(key) for key in ("alpha", "xm", "mix_weight", "mu", "sigma"))
-        if not (alpha > 0.0 and least > 0.0 and sigma >= 0.0):
-            raise ConfigError(f"{where}: alpha and xm must be above 0, sigma at least 0")
-        return clamped(
-            lambda rng, n: np.where(
-                rng.random(n) < weight, least * np.exp(rng.exponential(1.0 / alpha, n)), rng.lognormal(mu, sigma, n)
-            )
-        )
-    if kind == "empirical" and params:
-        return _empirical(params, where)
-    if kind == "empirical":
-        raise ConfigError(f"{where}: a distribution in a file is not read; write its values into params")
-    raise ConfigError(
-        f"{where}: type is {kind!r}; it must be constant, gaussian, exponential, lognormal, pareto_lognormal or "
-        "empirical"
-    )
-
-
-def _empirical(params: dict[str, Any], where: str) -> Draw:
-    try:
-        values = np.array([int(str(key)) for key in params], np.float64)
-        shares = np.array([float(share) for share in params.values()])
-    except (TypeError, ValueError):
-        raise ConfigError(f"{where}: params must be shares by number of tokens") from None
-    if not (shares.min() >= 0.0 and 0.0 < shares.sum() < inf and values.min() > 0 and values.max() < MAX_TOKENS):
-        raise ConfigError(f"{where}: shares must be at least 0, numbers of tokens from 1 to {MAX_TOKENS - 1}")
-    return lambda rng, n: rng.choice(values, n, p=shares / shares.sum())
-
-
-def _starts(clients: list[_Client], rate: float, absolute: bool, horizon_s: float, most: int, rng: Rng) -> list[_Start]:
+def _starts(clients: list[_Client], horizon_s: float, most: int, rng: Rng) -> list[_Start]:
     """When requests and conversations of clients without `users` start, the first `most` of them."""
     times, places = [np.zeros(0)], [np.zeros(0, np.int64)]
     for place, client in enumerate(clients):
-        if client.users or not client.share:
+        if client.users or not client.rate:
             continue
-        beside = 1.0 if absolute else sum(c.share for c in clients if not c.users and _overlap(client, c))
-        for begin, end in client.windows:
-            found = begin + _arrivals(client, rate * client.share / beside, min(end, horizon_s) - begin, most, rng)
-            times.append(found)
-            places.append(np.full(len(found), place))
+        found = _filled(client, rng) if client.fills or client.count else _arrivals(client, horizon_s, most, rng)
+        found = found[found <= horizon_s] if client.count else found[found < horizon_s]
+        found = found[:1] if client.single else found
+        times.append(found)
+        places.append(np.full(len(found), place))
     at, whose = np.concatenate(times), np.concatenate(places)
     order = np.argsort(at, kind="stable")[:most]
     return [_Start(float(at[i]), clients[whose[i]]) for i in order.tolist()]
 
 
-def _overlap(one: _Client, other: _Client) -> bool:
-    return any(a[0] < b[1] and b[0] < a[1] for a in one.windows for b in other.windows)
+def _filled(client: _Client, rng: Rng) -> Float64Array:
+    """float64[n], arrivals whose gaps add up to the length of the window; the last one is at its end."""
+    begin, end = client.windows[0]
+    drawn = client.count or ceil(client.rate * (end - begin))
+    if drawn > MAX_REQUESTS:
+        raise ConfigError(f"{client.where}: over {MAX_REQUESTS} requests in a window")
+    times = np.cumsum(client.gaps(rng, drawn))
+    found: Float64Array = begin + times * ((end - begin) / times[-1])
+    # Rounding may leave the last one before the end, where it would count.
+    found[-1] = end
+    return found if client.count else found[:-1]
 
 
-def _arrivals(client: _Client, rate: float, until_s: float, most: int, rng: Rng) -> Float64Array:
-    """float64[n], seconds from the window's begin."""
-    parts, elapsed, count = [np.zeros(0)], 0.0, 0
-    while elapsed < until_s and count < most:
-        parts.append(elapsed + np.cumsum(client.gaps(rng, DRAWN_AT_ONCE) / rate))
-        elapsed, count = float(parts[-1][-1]), count + DRAWN_AT_ONCE
-        if count > MAX_REQUESTS:
+def _arrivals(client: _Client, horizon_s: float, most: int, rng: Rng) -> Float64Array:
+    """float64[n], arrivals of a process that goes on from 0 and counts in the windows.
+
+    Of a single conversation, the process starts with the first window.
+    """
+    edges = np.array(_joined(client.windows)).ravel()
+    elapsed = client.windows[0][0] if client.single else 0.0
+    until_s = min(float(edges[-1]), horizon_s)
+    parts, kept, drawn = [np.zeros(0)], 0, 0
+    while elapsed < until_s and kept < (1 if client.single else most):
+        times = elapsed + np.cumsum(client.gaps(rng, DRAWN_AT_ONCE) / client.rate)
+        elapsed = float(times[-1])
+        if client.single:
+            times, elapsed = times[:1], inf
+        inside = times[np.searchsorted(edges, times, side="right") % 2 == 1]
+        parts.append(inside)
+        kept, drawn = kept + len(inside), drawn + len(times)
+        if kept > MAX_REQUESTS or drawn > MAX_DRAWN:
             raise ConfigError(f"{client.where}: over {MAX_REQUESTS} requests; give --limit")
-    times = np.concatenate(parts)
-    within: Float64Array = times[times < until_s][:most]
-    return within
+    return np.concatenate(parts)[:most]
+
+
+def _joined(windows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Windows in order, those that touch or overlap as one."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(windows):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def _drawn(client: _Client, count: int, rng: Rng) -> tuple[Int32Array, Int32Array]:
@@ -384,12 +498,15 @@ def _drawn(client: _Client, count: int, rng: Rng) -> tuple[Int32Array, Int32Arra
 def _requests(name: str, clients: list[_Client], starts: list[_Start], rng: Rng) -> Workload:
     builder = WorkloadBuilder(name)
     groups = {group: place for place, group in enumerate(dict.fromkeys(client.group for client in clients))}
-    lengths = {id(client): _drawn(client, sum(one.client is client for one in starts), rng) for client in clients}
-    next_of = dict.fromkeys(lengths, 0)
+    counts: dict[int, int] = {}
+    for start in starts:
+        counts[id(start.client)] = counts.get(id(start.client), 0) + 1
+    drawn = {id(client): _drawn(client, counts[id(client)], rng) for client in clients if id(client) in counts}
+    next_of = dict.fromkeys(drawn, 0)
     for number_, start in enumerate(starts):
         client, place = start.client, next_of[id(start.client)]
         next_of[id(client)] += 1
-        own, output = (int(column[place]) for column in lengths[id(client)])
+        own, output = (int(column[place]) for column in drawn[id(client)])
         # Group n has the stream 2 n, the rest of request m the stream 2 m + 1.
         shared = [(2 * groups[client.group], client.prefix)] if client.prefix else []
         builder.add(
@@ -406,41 +523,59 @@ def _requests(name: str, clients: list[_Client], starts: list[_Start], rng: Rng)
 
 
 def _sessions(
-    name: str, clients: list[_Client], starts: list[_Start], most: int, options: ReadOptions, rng: Rng
+    name: str,
+    clients: list[_Client],
+    starts: list[_Start],
+    most: int,
+    horizon_s: float,
+    options: ReadOptions,
+    rng: Rng,
 ) -> Workload:
     """Everything as sessions: conversations with single requests between them, or users that wait for their answers."""
     prompts, records = GrowingPrompts(), list[SessionRecord]()
-    users = [client for client in clients for _ in range(client.users)]
-    if users and starts:
-        raise ConfigError(f"{name}: users with concurrency beside clients with a rate are not read; split the file")
+    users = [_Start(user * client.think_s / client.users, client) for client in clients for user in range(client.users)]
     if users and most == MAX_REQUESTS:
         raise ConfigError(f"{name} has users with concurrency and no num_requests; give --limit")
-    each = ceil(most / len(users)) if users else 0
+    if users and len(starts) >= most:
+        raise ConfigError(f"{name}: clients with a rate leave no requests for users with concurrency; give a horizon")
+    each = ceil((most - len(starts)) / len(users)) if users else 0
     left = most
-    for start in [*starts, *(_Start(0.0, client) for client in users)]:
+    for start in [*starts, *users]:
         client = start.client
         rounds = min(each if client.users else client.rounds, left)
         if rounds < 1:
             break
-        left -= rounds
         title = f"{len(records) + 1}"
-        records.append(SessionRecord(title, _turns(client, rounds, title, prompts, rng), start.at_s, client.tenant))
+        turns = _turns(client, rounds, title, prompts, rng, start.at_s, horizon_s)
+        left -= len(turns)
+        records.append(SessionRecord(title, turns, start.at_s, client.tenant))
+    records.sort(key=lambda record: record.start_s or 0.0)
     notes = () if all(not c.service_class for c in clients) else ("slo_class of sessions is not read",)
     return session_workload(SessionTrace(name, records, 1, shared_ids=False, remarks=notes), options.sessions)
 
 
-def _turns(client: _Client, rounds: int, title: str, prompts: GrowingPrompts, rng: Rng) -> list[Turn]:
+def _turns(
+    client: _Client, rounds: int, title: str, prompts: GrowingPrompts, rng: Rng, start_s: float, horizon_s: float
+) -> list[Turn]:
+    """The rounds of a conversation. Where they do not wait, those outside the client's windows are left out."""
     news, outputs = _drawn(client, rounds, rng)
     turns: list[Turn] = []
-    context = client.prefix
+    context, after_s = client.prefix, 0.0
     for place in range(rounds):
         tokens = min((context if client.grows else client.prefix) + int(news[place]), MAX_TOKENS - 1)
         context = tokens + int(outputs[place])
         # Without growth every prompt is new after the common beginning.
         runs = prompts.runs(title if client.grows else f"{title}, round {place}", tokens)
-        turn = Turn(tokens, int(outputs[place]), (place - 1,) if place else (), client.think_s if place else 0.0)
+        follows = bool(place) and client.waits
+        turn = Turn(
+            tokens, int(outputs[place]), (place - 1,) if follows else (), client.think_s if follows else after_s
+        )
         turn.runs, turn.shared = runs, ((client.group, client.prefix),) if client.prefix else ()
-        turns.append(turn)
+        at_s = start_s + after_s
+        if client.waits or (at_s < horizon_s and any(begin <= at_s < end for begin, end in client.windows)):
+            turns.append(turn)
+        if not client.waits:
+            after_s += client.think_s + int(outputs[place]) / US_PER_S  # BLIS guesses 1 us per token of the answer
     return turns
 
 

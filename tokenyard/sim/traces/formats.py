@@ -25,6 +25,7 @@ from tokenyard.sim.traces.tokenyard_log_sessions import TOKENYARD_LOG_SESSIONS
 from tokenyard.sim.traces.trace_files import read_lines, read_members
 from tokenyard.sim.traces.trace_format import TraceFormat, record_of
 from tokenyard.sim.traces.vidur import VIDUR
+from tokenyard.sim.traces.vidur_config import VIDUR_CONFIG, is_vidur_config
 from tokenyard.sim.traces.vllm_measured import VLLM_MEASURED
 from tokenyard.sim.traces.workload import Workload
 
@@ -32,7 +33,7 @@ LINES_CHECKED = 50
 
 FORMATS = (
     *(MOONCAKE_SESSIONS, LLMSERVINGSIM, GENAI_SPANS, BAILIAN, MOONCAKE, AZURE, BURSTGPT, VIDUR, VLLM_MEASURED),
-    *(BLIS, BLIS_SPEC),
+    *(BLIS, BLIS_SPEC, VIDUR_CONFIG),
     *(SERVEGEN, KV_CACHE_TESTER, LMCACHE_AGENT, TOKENYARD_LOG, TOKENYARD_LOG_SESSIONS, TOKENYARD, OPENAI_JSONL),
     PROMPT_TEXTS,
 )
@@ -51,6 +52,8 @@ def read_trace(path: Path, trace_format: str, options: ReadOptions | None = None
 def detect_format(path: Path) -> str:
     """The name of the format. Raises ConfigError if the file cannot be read or its first lines fit none."""
     found, array = _of_members(path), False
+    if path.suffix in (".yaml", ".yml", ".json") and is_vidur_config(path):
+        return VIDUR_CONFIG.name
     if path.suffix in (".yaml", ".yml") and is_blis_spec(path):
         return BLIS_SPEC.name
     if not found and not path.is_dir():

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isnan, nan
+from math import inf, isnan, nan
 
 import numpy as np
 
@@ -133,10 +133,10 @@ class Workload:
     def scaled(self, rate_scale: float) -> "Workload":
         """The same requests arriving, or sessions starting, `rate_scale` times as fast.
 
-        Raises ConfigError unless it is above 0.
+        Raises ConfigError unless it is above 0 and finite.
         """
-        if not rate_scale > 0.0:
-            raise ConfigError(f"--rate-scale is {rate_scale}; it must be above 0")
+        if not 0.0 < rate_scale < inf:
+            raise ConfigError(f"--rate-scale is {rate_scale}; it must be above 0 and finite")
         sessions = None if self.sessions is None else self.sessions.scaled(rate_scale)
         return replace(self, arrival_s=self.arrival_s / rate_scale, sessions=sessions)
 
