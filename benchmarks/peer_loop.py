@@ -30,8 +30,8 @@ def read_options():
 def best_seconds(seconds, batch, vocabulary, options, rng):
     """The least times of rounds that answer one token, and of those that answer whole ones; see Best.
 
-    `seconds(prompts, new_tokens)` says how long prompts int[batch, tokens] take together. A short answer comes first and
-    does not count: an engine's first step touches its weights and its memory for the first time.
+    `seconds(prompts, new_tokens)` says how long prompts int[batch, tokens] take together. A short answer comes first
+    and does not count: an engine's first step touches its weights and its memory for the first time.
     """
     seconds(rng.integers(3, vocabulary, (batch, options.prompt_tokens)), 2)
     best = [float("inf")] * 4
