@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import silicon
@@ -16,6 +17,7 @@ from tokenyard.sim.hardware.devices import device_names, find_device
 from tokenyard.sim.hardware.known_models import known_models
 from tokenyard.sim.hardware.measured_errors import measured_error
 from tokenyard.sim.hardware.model_shape import find_model, read_shape
+from tokenyard.sim.hardware.roofline import Efficiency, Parallel, Roofline
 from tokenyard.sim.simulate import simulate
 from tokenyard.tape.codec import Tape
 from tokenyard.tape.replay import replay
@@ -247,3 +249,21 @@ def test_what_passes_outside_the_scheduler_counts_for_the_first_token_and_the_en
     assert with_it.ttft_s[0] - without.ttft_s[0] == pytest.approx(added)
     assert with_it.e2e_s[0] - without.e2e_s[0] == pytest.approx(added)
     assert with_it.tpot_s[0] == without.tpot_s[0]
+
+
+def test_uneven_experts_are_read_once_and_tokens_go_to_each_group_once():
+    shape, device = find_model("Qwen/Qwen3-30B-A3B"), find_device("h100_sxm")
+
+    def base_ms(tokens, parallel, **changes):
+        roofline = Roofline(shape, device, parallel, replace(Efficiency(), **changes))
+        return float(roofline.base_ms(np.array([float(tokens)]), chunks=False)[0])
+
+    two = Parallel(1, 2, 2)
+    uneven, even = (base_ms(512, two, imbalance=by, compute16=1e6) for by in (1.3, 1.0))
+    assert uneven == pytest.approx(even, rel=1e-3), "where each expert is used, none is read more than once"
+    uneven, even = (base_ms(2, two, imbalance=by, compute16=1e6) for by in (1.3, 1.0))
+    assert uneven > 1.05 * even, "few tokens touch more experts of the busiest device"
+    sent_ms = [base_ms(512, Parallel(1, dp, dp), link=1e-3) - base_ms(512, Parallel(1, dp, dp)) for dp in (2, 8, 16)]
+    # 8 experts per token: one other group gets it, then seven, then eight.
+    assert sent_ms[1] / sent_ms[0] == pytest.approx(7, rel=1e-3)
+    assert sent_ms[2] / sent_ms[0] == pytest.approx(8, rel=1e-3)

@@ -131,11 +131,12 @@ class Roofline:
         """Seconds of the experts: those that any token chose are read once, by all groups together."""
         groups, share = self.parallel.dp, self.efficiency
         devices, together = self.parallel.tp * groups, tokens * groups
-        used = part.experts * -np.expm1(together * np.log1p(-part.top_k / (part.experts + 1e-9)))
         uneven = share.imbalance if self.parallel.ep > 1 else 1.0
+        # More tokens on the busiest device touch more of its experts, but never more than it has.
+        used = part.experts * -np.expm1(uneven * together * np.log1p(-part.top_k / (part.experts + 1e-9)))
         read = used * part.expert_params * self.shape.expert_bits / 8 / devices / self.device.bytes_per_s
         work = 2.0 * together * part.top_k * part.expert_params / devices / self._flops(self.shape.expert_math_bits)
-        return _roof(read * uneven / share.expert_memory, work * uneven)
+        return _roof(read / share.expert_memory, work * uneven)
 
     def _small(self, tokens: Floats, attention: Attention, part: FeedForward, chunks: bool) -> Floats:
         """Seconds of launches, activations and all-reduces of a layer."""
@@ -147,8 +148,10 @@ class Roofline:
         if tp > 1:
             sent = 2.0 * (tp - 1) / tp * row / (device.link_bytes_per_s * share.link)
             seconds = seconds + 2.0 * (share.reduce_us * np.log2(tp) / 3.0 / 1e6 + tokens * sent)
-        if self.parallel.dp > 1 and part.experts:
-            seconds = seconds + 2.0 * tokens * part.top_k * row / (device.link_bytes_per_s * share.link)
+        if (groups := self.parallel.dp) > 1 and part.experts:
+            # A token goes to no group twice, nor to its own.
+            sent = min(part.top_k, groups - 1) * row / (device.link_bytes_per_s * share.link)
+            seconds = seconds + 2.0 * (share.reduce_us * np.log2(groups) / 3.0 / 1e6 + tokens * sent)
         return seconds
 
     def rows_ms(self, rows: Floats, context: Floats) -> Floats:
