@@ -90,10 +90,22 @@ def test_sequence_numbers_that_restart_and_gaps():
     assert (follower.missing(message(6)), follower.missing(message(9))) == (None, 6)
     follower.take(message(9))
     assert index.match("w", DIGESTS) == 2
-    follower.take(message(7, {"type": "AllBlocksCleared"}))
+    follower.take(message(7, {"type": "AllBlocksCleared"}), replayed=True)
     assert index.match("w", DIGESTS) == 2, "a repeated event changes nothing"
-    follower.take(message(0, at_s=2.5))
+    follower.take(message(0))
     assert index.match("w", DIGESTS) == 0
+
+
+def test_after_a_restart_the_first_events_are_missing_whatever_the_wall_clock_shows():
+    index = PrefixIndex(1 << 20)
+    follower = KvEventSubscriber(index, "w", from_start=True)
+    follower.take(message(5, STORED, at_s=9.5))
+    assert follower.missing(message(3, at_s=1.5)) == 0
+    assert index.match("w", DIGESTS) == 0
+    for number, events in enumerate(([], [STORED], [], [])):
+        follower.take(message(number, *events), replayed=True)
+    follower.take(message(3))
+    assert (index.match("w", DIGESTS), follower.missing(message(4))) == (2, None)
 
 
 def test_what_was_missed_is_asked_for_again():

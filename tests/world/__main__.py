@@ -1,4 +1,7 @@
-"""Runs worlds, prints broken ones: `python -m tests.world [--first SEED] [--seeds N | --minutes M] [--shrink]`."""
+"""Runs worlds, prints broken ones: `python -m tests.world [--first SEED] [--seeds N | --minutes M] [--shrink]`.
+
+With `--hours`, worlds are that long, and what their processes keep is counted after each hour.
+"""
 
 import argparse
 import signal
@@ -16,6 +19,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10**9)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="minutes of CPU time")
     parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--hours", type=float, default=0.0, help="simulated hours of each world, instead of 30 to 60 s")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second, without later turns of sessions")
     args = parser.parse_args()
     begin = time.process_time()
     worlds = broken = asked = lost = 0
@@ -28,12 +33,14 @@ def main() -> int:
         for seed in range(args.first, args.first + args.seeds):
             if time.process_time() - begin > args.minutes * 60:
                 break
-            story = make_story(seed)
+            story = make_story(seed, args.hours, args.rate)
             outcome = run(story)
             worlds, asked, lost = worlds + 1, asked + len(outcome.seen), lost + outcome.lost
             simulated += outcome.seconds
             faults.update(fault.kind for fault in story.faults)
             done += outcome.done
+            for name, hours in outcome.tables.items():
+                print(f"{name} after each hour:", *(tables["all objects"] or tables.total() for tables in hours))
             if outcome.violations:
                 broken += 1
                 print(f"--- {story}")

@@ -14,19 +14,19 @@ POLL_S = 1.0
 class BatchAsk:
     """A batch.
 
-    engine: the host that it is sent to; routers take none.
+    host: the engine or the router that it is sent to.
     lines: the prompt of each, and how many tokens it asks for.
     weights: as in `client.Ask`.
     """
 
     number: int
     at_s: float
-    engine: str
+    host: str
     lines: list[tuple[list[int], int]]
     weights: tuple[str, ...] = ("",)
 
     def __str__(self) -> str:
-        return f"{self.at_s:.2f} s: batch {self.number} to {self.engine}, {len(self.lines)} lines"
+        return f"{self.at_s:.2f} s: batch {self.number} to {self.host}, {len(self.lines)} lines"
 
     def form(self) -> bytes:
         """The form with its file."""

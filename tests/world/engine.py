@@ -24,6 +24,7 @@ from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
 from tokenyard.engine.processes.ipc import FROM_SCHEDULER, TO_SCHEDULER
 from tokenyard.engine.processes.launch import load_tokenizer_and_template
 from tokenyard.engine.processes.messages import Fence
+from tokenyard.engine.scheduler_process.driver import DeviceBrokenError
 from tokenyard.engine.scheduler_process.health.liveness import HEARTBEAT_INTERVAL_S
 from tokenyard.engine.scheduler_process.scheduler_loop import SchedulerLoop
 from tokenyard.routing.balance import RankBalancer
@@ -83,13 +84,19 @@ class Scheduler:
         self.loop: SchedulerLoop | None = None
         self._config = config
         self.receive_output: Any = None
+        self.on_failed: Any = None
+        """Called once its device is lost, which ends the process."""
+
         self.thread = LockstepThread(world.loop, world.clock, self.process, self._main)
         world.threads.append(self.thread)
 
     def _main(self) -> None:
         self.loop = SchedulerLoop(self._config.for_rank(self.rank), self, self.put, rank=self.rank)
         self.world.outside(0.0, self._started)
-        self.loop.run()
+        try:
+            self.loop.run()
+        except DeviceBrokenError:
+            self.world.outside(0.0, self.on_failed, self)
         self.loop.close()
 
     def _started(self) -> None:
@@ -222,6 +229,7 @@ class Engine:
         scheduler = self.schedulers[self._sources] = Scheduler(
             self.world, self.process, self.config, rank, self._sources
         )
+        scheduler.on_failed = self.kill_scheduler
         return scheduler
 
     def _joined(self, scheduler: Scheduler) -> None:
@@ -230,6 +238,8 @@ class Engine:
 
     def kill_scheduler(self, scheduler: Scheduler) -> None:
         """kill -9 a scheduler process; the supervisor notices and starts another."""
+        if scheduler.source not in self.schedulers:
+            return  # all of the engine has ended meanwhile
         scheduler.kill()
         self.world.disks.crash(scheduler.process.name, power=False)
         del self.schedulers[scheduler.source]
@@ -290,6 +300,10 @@ class Engine:
 
     def close(self) -> None:
         """Nothing is to be closed."""
+
+    def tables(self) -> list[Any]:
+        """Where what it keeps begins."""
+        return [self.manager, self.server, *(scheduler.loop for scheduler in self.schedulers.values())]
 
     def left_over(self) -> list[str]:
         """What it still holds, for the check that everything drains."""

@@ -46,9 +46,9 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.over = False
         """Whether the world has ended: what is scheduled then never runs."""
 
-        self.tasks: dict[asyncio.Task[Any], None] = {}
-        """All that are not done, so that those of an ended process are not collected, which would run their `finally`
-        blocks. What is done is let go at once: parts of the server count what is still referenced.
+        self.tasks: dict[asyncio.Task[Any], Process | None] = {}
+        """All that are not done, with their processes, so that those of an ended process are not collected, which would
+        run their `finally` blocks. What is done is let go at once: parts of the server count what is still referenced.
         """
 
         self._no_process = contextvars.Context()
@@ -72,7 +72,8 @@ class WorldLoop(asyncio.BaseEventLoop):
 
     def _new_task(self, loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coroutine, loop=loop, **named)
-        self.tasks[task] = None
+        context = named.get("context")
+        self.tasks[task] = current.get() if context is None else context.get(current)
         task.add_done_callback(lambda done: self.tasks.pop(done, None), context=self._no_process)
         return task
 

@@ -10,6 +10,7 @@ from tests.world.shrink import shrink
 from tests.world.world import Fault, Story, make_story, run
 from tokenyard.engine.frontend.scheduler_client import SchedulerClient
 from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
+from tokenyard.router import kv_event_subscriber
 from tokenyard.router.stream_continuation import Continuation
 
 
@@ -101,6 +102,14 @@ def test_a_machine_without_power_is_noticed_by_probes_of_silent_connections(monk
     assert run(story).violations == []
     monkeypatch.setattr(network.ConnectionSocket, "setsockopt", lambda *arguments: None)
     assert any("has not ended" in text for text in run(story).violations)
+
+
+@pytest.mark.slow
+def test_a_router_that_no_longer_hears_of_a_cache_is_noticed(monkeypatch):
+    story = replace(short_story(Fault(1.0, "power", "engine0", 1.0), requests=10), kv_events="replay")
+    assert run(story).violations == []
+    monkeypatch.setattr(kv_event_subscriber, "PROBES", {})
+    assert run(story).violations == ["router0 has not heard of what engine0 has cached"]
 
 
 @pytest.mark.slow

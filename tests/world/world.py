@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import functools
 import logging
 import random
 import tempfile
@@ -14,31 +15,44 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.world import batch, client, sockets, threads, valkey
+import numpy as np
+
+from tests.world import batch, client, sockets, threads, valkey, zeromq
+from tests.world.census import census, growth, shared_tables
 from tests.world.clock import NS, Clock, installed
 from tests.world.disk import Disks
-from tests.world.engine import ADAPTERS, PORT, WEIGHTS, Engine, weights_folder
+from tests.world.engine import ADAPTERS, MODEL, PORT, WEIGHTS, Engine, weights_folder
 from tests.world.foreign import ForeignEngine
 from tests.world.lockstep import LockstepThread, running
 from tests.world.loop import WorldLoop, current
-from tests.world.network import FakeSocket, Network, Process
+from tests.world.network import KEEPALIVE_S, FakeSocket, Network, Process
 from tests.world.sockets import Sockets
 from tests.world.valkey import ValkeyHost
+from tokenyard.base import DeviceLostError
+from tokenyard.base.blocks import block_digests
 from tokenyard.batch import batch_store, file_store
 from tokenyard.batch.batch_api import BatchApi
+from tokenyard.cli.route import make_tokenize
 from tokenyard.engine.scheduler_process import scheduler_loop
 from tokenyard.engine.scheduler_process.attachments import kv_store
 from tokenyard.engine.scheduler_process.attachments.disagg import DisaggConnector
 from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
 from tokenyard.kv_store import slab
+from tokenyard.router import batches as router_batches
 from tokenyard.router import process as router_process
 from tokenyard.router.proxy import Router
 from tokenyard.router.router_settings import RouterSettings
+from tokenyard.routing.workers import PREFILL
 from tokenyard.server.openai import batches
 
 ROUTER_PORT = 8000
+EVENTS_PORT, REPLAY_PORT = 5557, 5657
 SETTLE_S = 240.0
 """Virtual seconds after the last fault in which everything must end."""
+
+BROKEN_DEVICE, SLOW_STEP_S = "the device of a world breaks", 0.2
+HEARD_S = 5.0
+"""In which a router hears of what an engine has cached."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +86,23 @@ class Story:
     disagg: str = ""
     """PD: `both`, all engines compute prompts for each other; else the last engine does for the others. `ask`: they
     find it themselves. `split`: routers send it a half of each request."""
+    kv_events: str = ""
+    """`events`: engines publish what their prefix caches hold, and routers follow; `replay`: and ask for what they
+    missed."""
+    hours: float = 0.0
+    """How long it runs, where tables are counted after each hour; 0 where they are not."""
 
     def settings_of(self, place: int) -> dict[str, Any]:
         """The settings of one engine."""
+        settings = dict(self.settings)
+        if self.kv_events:
+            settings |= {"enable_kv_events": True, "kv_events_endpoint": f"tcp://*:{EVENTS_PORT}"}
+        if self.kv_events == "replay":
+            settings |= {"kv_events_replay_endpoint": f"tcp://*:{REPLAY_PORT}"}
         if not self.disagg:
-            return self.settings
+            return settings
         urls = [f"http://engine{i}:{PORT}" for i in range(self.engines)]
-        found = self.settings | {"disaggregation_transfer_backend": "tcp", "disaggregation_secret": "secret"}
+        found = settings | {"disaggregation_transfer_backend": "tcp", "disaggregation_secret": "secret"}
         if self.disagg == "both":
             return found | {"disaggregation_mode": "both", "prefill_engines": urls[:place] + urls[place + 1 :]}
         if place == self.engines - 1:
@@ -93,6 +117,7 @@ class Story:
             )
             + (f", PD {self.disagg}" if self.disagg else "")
             + ", a Valkey" * self.valkey
+            + f", KV events: {self.kv_events}" * bool(self.kv_events)
         )
         asked = [*map(str, self.asks[:4]), *map(str, self.batches)]
         return "\n".join([shape, f"{len(self.asks)} requests:", *asked, *map(str, self.faults)])
@@ -109,6 +134,8 @@ class Outcome:
     digest: int
     done: Counter[str] = field(default_factory=Counter)
     """How often what joins came to something, by the counters of engines that live at the end."""
+    tables: dict[str, list[Counter[str]]] = field(default_factory=dict)
+    """What hosts that lived to the end held after each hour of a long world."""
 
 
 class _Alarms(logging.Handler):
@@ -125,11 +152,20 @@ class _Alarms(logging.Handler):
         self.lines.append(text)
 
 
+@functools.cache
+def shared_tokenize(folder: str) -> Any:
+    """What tokenizes prompts for routers, read once for all worlds."""
+    return make_tokenize(folder)
+
+
 class RouterHost:
     """One router process."""
 
     def __init__(self, world: "World", name: str, settings: RouterSettings) -> None:
-        self.world, self.name, self.settings = world, name, settings
+        self.world, self.name, self.settings = world, name, replace(settings, host=name)
+        self.disk = world.disks.add(name) if settings.file_storage_path else None
+        if self.disk is not None:
+            self.settings = replace(self.settings, file_storage_path=str(self.disk.folder / "files"))
         self.process: Process | None = None
         self.router: Router | None = None
 
@@ -147,13 +183,19 @@ class RouterHost:
                 host.router = self
 
         listener = FakeSocket(self.name, ROUTER_PORT)
-        await router_process.run(self.settings, listener, announce="", make_router=Watched)  # type: ignore[arg-type]
+        tokenize = shared_tokenize(self.settings.tokenizer) if self.settings.tokenizer else None
+        await router_process.run(self.settings, listener, tokenize, announce="", make_router=Watched)  # type: ignore[arg-type]
         self.world.exited(self)
 
     def kill(self, *, host: bool = False) -> None:
         """kill -9."""
         assert self.process is not None
         self.world.network.kill(self.process, host=host)
+        self.world.disks.crash(self.name, power=host)
+
+    def tables(self) -> list[Any]:
+        """Where what it keeps begins."""
+        return [self.router]
 
     def left_over(self) -> list[str]:
         """What it still holds."""
@@ -188,6 +230,7 @@ class World:
         self.connectors: dict[Process, DisaggConnector | None] = {}
         """What moves KV between engines, by scheduler."""
         self.kv_stores: dict[Process, KvStoreConnector | None] = {}
+        self.executors: dict[Process, Any] = {}
         self.engines = [
             Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings_of(i)) for i in range(story.engines)
         ]
@@ -198,7 +241,16 @@ class World:
         self.stores = [ValkeyHost(self, "valkey")] * story.valkey
         shared = f"redis://valkey:{valkey.PORT}" if story.valkey else ""
         router = RouterSettings(worker_urls=urls, seed=story.seed, log_level="warning", shared_url=shared)
-        self.routers = [RouterHost(self, f"router{i}", router) for i in range(story.routers)]
+        if story.kv_events:
+            router = replace(router, kv_events=f"tcp://{{host}}:{EVENTS_PORT}", tokenizer=MODEL)
+        if story.kv_events == "replay":
+            router = replace(router, kv_events_replay=f"tcp://{{host}}:{REPLAY_PORT}")
+        files = {ask.host for ask in story.batches}
+        self.routers = [
+            RouterHost(self, name, replace(router, file_storage_path="files" if name in files else ""))
+            for name in (f"router{i}" for i in range(story.routers))
+        ]
+        self.tables: dict[str, list[Counter[str]]] = {}
 
     def _sleep(self, seconds: float) -> None:
         thread = running.get()
@@ -268,6 +320,11 @@ class World:
             case "slow":
                 self.network.slow[fault.target] = 0.3
                 later(self.network.slow.pop, fault.target, None)
+            case "device lost" | "step fails" | "device slow":
+                for executor in [self.executors.get(scheduler.process) for scheduler in host.schedulers.values()][:1]:
+                    if executor is not None:
+                        _break_device(executor, fault.kind)
+                        later(executor.__dict__.pop, "collect", None)
             case "disk full" | "disk slow" | "disk broken" | "bit flips" if host.disk is None:
                 pass
             case "disk full":
@@ -348,14 +405,15 @@ class World:
         lost = sum(seen.end not in ("done", "left") for seen in self.seen)
         trace = tuple((seen.ask.number, seen.end, round(seen.ended_s, 9), seen.token_count) for seen in self.seen)
         digest = zlib.crc32(repr((trace, self.network.segments)).encode())
-        return Outcome(self.seen, found, begun / NS, lost, digest, self.done)
+        return Outcome(self.seen, found, begun / NS, lost, digest, self.done, self.tables)
 
     def _patches(self) -> dict[tuple[Any, str], Any]:
-        patches = threads.patches(self) | sockets.patches(self)
+        patches = threads.patches(self) | sockets.patches(self) | zeromq.patches(self)
         # Its clock is an argument, whose default is the real one.
-        patches[batches, "BatchApi"] = partial(BatchApi, clock=lambda: time.time())
-        for name, opened in (("disagg", self.connectors), ("kv_store", self.kv_stores)):
-            name = f"open_{name}_connector"
+        for module in (batches, router_batches):
+            patches[module, "BatchApi"] = partial(BatchApi, clock=lambda: time.time())
+        opening = {"open_disagg_connector": self.connectors, "open_kv_store_connector": self.kv_stores}
+        for name, opened in (opening | {"load_executor": self.executors}).items():
             patches[scheduler_loop, name] = partial(self._open, getattr(scheduler_loop, name), opened)
         patches |= {(module, "os"): self.disks for module in (batch_store, file_store)}
         return patches | {(kv_store, "Inbox"): patches[kv_store, "queue"].SimpleQueue, (slab, "os"): self.disks}
@@ -379,6 +437,7 @@ class World:
             host.start()
         await self._ready()
         begin = self.loop.time()
+        hours = self.loop.create_task(self._count_tables(begin))
         for fault in self.story.faults:
             self.loop.call_at(begin + fault.at_s, self.apply, fault)
         clients = [self.loop.create_task(self._client(ask, begin)) for ask in self.story.asks]
@@ -392,10 +451,62 @@ class World:
         for task in pending:
             task.cancel()
         await asyncio.sleep(15.0)
+        hours.cancel()
         for host in self.hosts():
             if host.process is not None and host.process.alive:
                 found += host.left_over()
-        return found + self._unexcused(begin)
+        if self.story.kv_events:
+            found += await self._unheard()
+        return found + self._unexcused(begin) + self._grown()
+
+    async def _unheard(self) -> list[str]:
+        """Routers that do not hear of what engines cache now, after all that has happened."""
+        heard, found = 0, []
+        await asyncio.sleep(KEEPALIVE_S)  # until then a connection to a machine without power may be believed in
+        context = contextvars.copy_context()
+        context.run(current.set, Process("operator"))
+        for place, engine in enumerate(self.engines):
+            if engine.settings.disaggregation_mode == PREFILL or engine.process is None or not engine.process.alive:
+                continue
+            prompt = [3 + place] * 130
+            digests = block_digests(np.array(prompt, np.int32))
+            body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+            asked = client.post((engine.name, PORT), "/v1/completions", body)
+            if await self.loop.create_task(asked, context=context) != 200:
+                continue
+            await asyncio.sleep(HEARD_S)
+            for host in self.routers:
+                for worker in host.router.workers if host.router is not None else ():
+                    names = [target.state.name for target in worker.targets]
+                    if str(worker.url) != engine.url:
+                        continue
+                    if any(host.router.index.match(name, digests) for name in names):
+                        heard += 1
+                    else:
+                        found.append(f"{host.name} has not heard of what {engine.name} has cached")
+        self.done["caches heard of by routers"] += heard
+        return found
+
+    async def _count_tables(self, begin: float) -> None:
+        """Count what the hosts hold that have lived since the beginning, after each hour of a long world."""
+        first = {host.name: self._processes_of(host) for host in (*self.engines, *self.routers)}
+        for hour in range(1, int(self.story.hours) + 1):
+            await asyncio.sleep(begin + 3600 * hour - self.loop.time())
+            for host in (*self.engines, *self.routers):
+                processes = self._processes_of(host)
+                if processes == first[host.name]:
+                    roots = [task for task, process in self.loop.tasks.items() if process in processes]
+                    self.tables.setdefault(host.name, []).append(census([*roots, *host.tables()]))
+            self.tables.setdefault("all processes", []).append(shared_tables())
+
+    @staticmethod
+    def _processes_of(host: Any) -> set[Process]:
+        return {host.process} | {scheduler.process for scheduler in getattr(host, "schedulers", {}).values()}
+
+    def _grown(self) -> list[str]:
+        """Tables of processes that live since the beginning that have grown between the first hour and the last."""
+        self.tables = {name: hours for name, hours in self.tables.items() if len(hours) == int(self.story.hours)}
+        return [f"{name}: {line}" for name, hours in self.tables.items() for line in growth(hours[0], hours[-1])]
 
     async def _ready(self) -> None:
         async with asyncio.timeout(60):
@@ -424,7 +535,8 @@ class World:
         await asyncio.sleep(begin + ask.at_s - self.loop.time())
         context = contextvars.copy_context()
         context.run(current.set, Process(f"batches{ask.number}"))
-        found = await self.loop.create_task(batch.run(ask, (ask.engine, PORT)), context=context)
+        address = ask.host, ROUTER_PORT if ask.host.startswith("router") else PORT
+        found = await self.loop.create_task(batch.run(ask, address), context=context)
         self.done["lines of batches"] += len(ask.lines)
         self.wrong += [f"batch {ask.number}: {text}" for text in found]
 
@@ -445,10 +557,30 @@ class World:
         return found
 
 
+def _break_device(executor: Any, kind: str) -> None:
+    """Have the next step fail, or lose the device with it, or have each step take longer."""
+    collect = executor.collect
+    error = DeviceLostError(BROKEN_DEVICE) if kind == "device lost" else RuntimeError(BROKEN_DEVICE)
+
+    def fail(plan: Any) -> None:
+        del executor.launch
+        raise error
+
+    def collect_late(ticket: Any) -> Any:
+        time.sleep(SLOW_STEP_S)
+        return collect(ticket)
+
+    if kind == "device slow":
+        executor.collect = collect_late
+    else:
+        executor.launch = fail
+
+
 def _harmless(line: str) -> bool:
     """Errors that say what a fault did, not that something is wrong."""
     return any(
-        part in line for part in ("scheduler ended", "was killed", "not changed: the scheduler is being started")
+        part in line
+        for part in ("scheduler ended", "was killed", "not changed: the scheduler is being started", BROKEN_DEVICE)
     )
 
 
@@ -471,17 +603,22 @@ def _later_turns(first: client.Ask, rng: random.Random, number: int) -> list[cli
     return turns
 
 
-def make_story(seed: int) -> Story:
-    """Draw a world: 30 to 60 seconds, some five requests a second, at least five faults, one engine left alone."""
+def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
+    """Draw a world: 30 to 60 seconds, some five requests a second, at least five faults, one engine left alone.
+
+    hours: how long a long one is, whose first router is left alone too.
+    rate: requests a second, without the later turns of sessions.
+    """
     rng = random.Random(seed)
     engines, routers, seconds = rng.randint(2, 4), rng.randint(1, 3), rng.uniform(30, 60)
+    seconds, more = (3600 * hours, 1 + round(10 * hours)) if hours else (seconds, 1)
     shared = [[rng.randrange(3, 200) for _ in range(rng.choice((8, 60, 150, 300)))] for _ in range(6)]
     adapters = ("", "", *ADAPTERS) if rng.random() < 0.3 else ("",)
     weights = ("", *map(weights_folder, WEIGHTS)) if rng.random() < 0.2 else ("",)
     asks: list[client.Ask] = []
     at = 0.0
     while at < seconds:
-        at += rng.expovariate(4)
+        at += rng.expovariate(rate)
         prompt = rng.choice(shared)[: rng.randint(4, 300)] + [rng.randrange(3, 200) for _ in range(rng.randint(1, 60))]
         tokens = rng.choice((1, 4, 12, 30, 80))
         ask = client.Ask(
@@ -523,15 +660,19 @@ def make_story(seed: int) -> Story:
     )
     if len(weights) > 1:
         kinds += ("weights",) * 4
+    if hours:  # An upgrade ends all engines, and with them the tables that are counted.
+        kinds = tuple(kind for kind in kinds if kind != "rolling upgrade")
     stores = rng.random() < 0.4
     if stores:
         kinds += ("disk full", "disk slow", "disk broken", "bit flips", "kill", "power", "flush")
     faults = [
         Fault(rng.uniform(1, seconds), rng.choice(kinds), rng.choice(harmed), rng.uniform(0.2, 12))
-        for _ in range(rng.randint(5, 9))
+        for _ in range(rng.randint(5, 9) * more)
     ]
     if routers > 1 and rng.random() < 0.5:
-        faults.append(Fault(rng.uniform(1, seconds), rng.choice(("kill", "drain")), "router1", rng.uniform(0.2, 5)))
+        for _ in range(more):
+            kind = rng.choice(("kill", "drain"))
+            faults.append(Fault(rng.uniform(1, seconds), kind, "router1", rng.uniform(0.2, 5)))
     settings = {
         "page_size": rng.choice((1, 4, 16)),
         "max_total_tokens": rng.choice((1024, 2048, 8192)),
@@ -560,12 +701,12 @@ def make_story(seed: int) -> Story:
         harmed = [f"engine{i}" for i in range(engines) if i != spared]
         kinds = ("cut off", "wire bits", "wire bits", "kill", "stop", "power", "kill scheduler", "slow")
         faults = [replace(fault, target=harmed[0]) if fault.target == f"engine{spared}" else fault for fault in faults]
-        faults += [Fault(at_s(), rng.choice(kinds), rng.choice(harmed), seconds_each()) for _ in range(4)]
+        faults += [Fault(at_s(), rng.choice(kinds), rng.choice(harmed), seconds_each()) for _ in range(4 * more)]
     asked: list[batch.BatchAsk] = []
     rng = random.Random(f"{seed} batches")
     if rng.random() < 0.3:
         settings |= {"file_storage_path": "files"}
-        for number in range(rng.randint(1, 3)):
+        for number in range(rng.randint(1, 3) * more):
             lines = [(rng.choice(shared)[: rng.randint(4, 300)], rng.choice((1, 4, 30, 80))) for _ in range(12)]
             engine, at = rng.choice(harmed), rng.uniform(1, seconds)
             asked.append(batch.BatchAsk(number, at, engine, lines, weights))
@@ -575,12 +716,30 @@ def make_story(seed: int) -> Story:
     has_valkey = rng.random() < 0.3
     if has_valkey:
         kinds = ("kill", "power", "stop", "partition", "half-open", "slow", "wire bits")
-        faults += [Fault(rng.uniform(1, seconds), rng.choice(kinds), "valkey", rng.uniform(0.2, 12)) for _ in range(2)]
+        for _ in range(2 * more):
+            faults.append(Fault(rng.uniform(1, seconds), rng.choice(kinds), "valkey", rng.uniform(0.2, 12)))
         if not stores and rng.random() < 0.7:
             settings |= {"enable_hierarchical_cache": True, "hicache_storage_backend": "valkey"}
             settings |= {"hicache_storage_url": f"redis://valkey:{valkey.PORT}"}
+    rng = random.Random(f"{seed} batches at a router")
+    if not foreign and rng.random() < 0.2:
+        router = "router0" if routers == 1 else "router1"
+        for number in range(len(asked), len(asked) + rng.randint(1, 2) * more):
+            lines = [(rng.choice(shared)[: rng.randint(4, 300)], rng.choice((1, 4, 30, 80))) for _ in range(12)]
+            at = rng.uniform(1, seconds)
+            asked.append(batch.BatchAsk(number, at, router, lines, weights))
+            kind = rng.choice(("kill", "kill", "drain", "disk full", "disk broken"))
+            faults.append(Fault(at + rng.uniform(0, 8), kind, router, rng.uniform(0.2, 12)))
+    rng = random.Random(f"{seed} devices")
+    kinds = ("device lost", "step fails", "device slow")
+    for _ in range(2 * more if rng.random() < 0.4 else 0):
+        faults.append(Fault(rng.uniform(1, seconds), rng.choice(kinds), rng.choice(harmed), rng.uniform(0.2, 12)))
+    rng = random.Random(f"{seed} KV events")
+    events = rng.choice(("",) * 4 + ("events", "replay", "replay"))
     faults.sort(key=lambda fault: fault.at_s)
-    return Story(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, has_valkey, disagg)
+    return Story(
+        *(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, has_valkey, disagg, events, hours)
+    )
 
 
 def run(story: Story) -> Outcome:

@@ -3,7 +3,7 @@
 Frames are [topic, sequence number (8 bytes, big-endian), msgpack of [unix seconds, events, rank]]. Events from before
 the subscription and events that were missed are replayed if the worker has a replay socket (ROUTER). Without one they
 stay lost: the router's own requests fill the index again, and the `cached_tokens` of responses correct the predictions.
-A sequence number that starts over means that the engine has restarted.
+Sequence numbers that start over mean that the engine has restarted.
 """
 
 import asyncio
@@ -26,6 +26,10 @@ NUMBER_BYTES = 8
 HIGH_WATER = 100_000
 MAX_MESSAGE_BYTES = 64 << 20
 CHECK_INTERVAL_S = 1.0
+
+PROBES = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 3}
+"""A subscriber sends nothing: without probes it would listen forever to a machine that has lost its power."""
+
 REPLAY_S = 10.0
 END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
@@ -74,6 +78,8 @@ class KvEventSubscriptions:
         subscription.setsockopt(zmq.RCVHWM, HIGH_WATER)
         subscription.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         subscription.setsockopt(zmq.SUBSCRIBE, b"")
+        for option, value in PROBES.items():
+            subscription.setsockopt(option, value)
         try:
             subscription.connect(self.endpoint(target))
             follower = KvEventSubscriber(self._router.index, target.state.name, from_start=bool(self._replay))
@@ -104,7 +110,7 @@ class KvEventSubscriptions:
                 async with asyncio.timeout(REPLAY_S):
                     await socket.send_multipart([b"", since.to_bytes(NUMBER_BYTES, "big")])
                     while len(frames := await socket.recv_multipart()) >= 4 and frames[2] != END:
-                        follower.take(frames[1:4])
+                        follower.take(frames[1:4], replayed=True)
             except TimeoutError:
                 log.warning(
                     "KV events of %s: the replay did not finish within %g s; continuing without it",
@@ -120,34 +126,49 @@ class KvEventSubscriber:
         """`from_start`: count events before the first message received as missing."""
         self._index, self._name = index, name
         self._blocks = BlockHashTranslator()
+        self._from_start = from_start
         self._next = 0 if from_start else None
-        self._latest_s = 0.0
+        """The first number that is not applied."""
+
+        self._heard = -1
+        """The last number of the subscription, without what was replayed."""
 
     def missing(self, frames: list[bytes]) -> int | None:
-        """The first missing sequence number before a message; None if none is missing."""
-        if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES or self._next is None:
+        """The first missing sequence number before a message of the subscription; None if none is missing."""
+        if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
             return None
-        return self._next if int.from_bytes(frames[1], "big") > self._next else None
+        number = int.from_bytes(frames[1], "big")
+        self._notice_restart(number)
+        return self._next if self._next is not None and number > self._next else None
 
-    def take(self, frames: list[bytes]) -> None:
-        """Apply one message. Malformed and repeated messages are ignored."""
+    def take(self, frames: list[bytes], *, replayed: bool = False) -> None:
+        """Apply one message. Malformed and repeated messages are ignored.
+
+        replayed: whether it was asked for, and comes out of the order of the subscription.
+        """
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
             return
         number = int.from_bytes(frames[1], "big")
+        if not replayed:
+            self._notice_restart(number)
+            self._heard = number
+        if self._next is not None and number < self._next:
+            return
+        self._next = number + 1
         try:
             payload = msgspec.msgpack.decode(frames[2])
         except DECODE_ERRORS:
-            payload = None
-        batch = payload if isinstance(payload, list) and len(payload) > 1 else [None, None]
-        sent_s = batch[0] if isinstance(batch[0], float) else self._latest_s
-        if self._next is not None and number < self._next:
-            if sent_s <= self._latest_s:
-                return
+            return
+        events = payload[1] if isinstance(payload, list) and len(payload) > 1 else None
+        for event in events if isinstance(events, list) else ():
+            self._apply(event)
+
+    def _notice_restart(self, number: int) -> None:
+        """Begin anew if the numbers of a subscription do: they only rise while an engine lives."""
+        if number <= self._heard:
             self._index.clear_target(self._name)
             self._blocks = BlockHashTranslator()
-        self._next, self._latest_s = number + 1, max(sent_s, self._latest_s)
-        for event in batch[1] if isinstance(batch[1], list) else ():
-            self._apply(event)
+            self._next, self._heard = 0 if self._from_start else None, -1
 
     def _apply(self, event: Any) -> None:
         stored, removed, cleared = self._blocks.apply(event)
