@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenyard import LLM
 
 CHAT_PROMPTS = (
     "Tell me a story about a fox",
@@ -70,27 +69,20 @@ def repetition_of(ids: Sequence[int]) -> Repetition:
     return Repetition(max(long.values(), default=0), distinct)
 
 
-@torch.no_grad()
 def sample_answers(folder: Path, seed: int, new_tokens: int) -> list[tuple[str, str, list[int], bool]]:
     """Return (prompt, text, new token ids without the end token, whether it ended) for every prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    stops = set(model.generation_config.eos_token_id)
-    torch.manual_seed(seed)
-    rendered = [
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
-        for prompt in CHAT_PROMPTS
-    ]
-    inputs = [tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in rendered]
-    inputs += [tokenizer(prompt, return_tensors="pt") for prompt in COMPLETION_PROMPTS]
+    prompts = CHAT_PROMPTS + COMPLETION_PROMPTS
+    asked = [[{"role": "user", "content": prompt}] for prompt in CHAT_PROMPTS] + [*COMPLETION_PROMPTS]
+    with LLM(folder, device="cpu", dtype="float32", log_level="warning") as llm:
+        params = [
+            llm.default_sampling_params(seed=seed * len(prompts) + place, max_new_tokens=new_tokens)
+            for place in range(len(prompts))
+        ]
+        found = [generation.completions[0] for generation in llm.generate(asked, params)]
     answers = []
-    for prompt, encoded in zip(CHAT_PROMPTS + COMPLETION_PROMPTS, inputs, strict=True):
-        ids, mask = encoded["input_ids"], encoded["attention_mask"]
-        whole = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens)
-        output = whole[0, ids.shape[1] :].tolist()
-        ended = output[-1] in stops
-        new_ids = output[:-1] if ended else output
-        answers.append((prompt, tokenizer.decode(new_ids), new_ids, ended))
+    for prompt, answer in zip(prompts, found, strict=True):
+        ended = answer.finish_reason == "stop"
+        answers.append((prompt, answer.text, answer.token_ids[:-1] if ended else answer.token_ids, ended))
     return answers
 
 
