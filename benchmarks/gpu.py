@@ -147,7 +147,7 @@ def full_scale(steps: int, profiles: Path) -> Scale:
 def rehearsal(profiles: Path) -> Scale:
     """The same parts in less than a minute on a CPU."""
     shapes = {"tiny": {"architectures": ["LlamaForCausalLM"], **SMALL, **HEADS, "max_position_embeddings": 2048}}
-    return Scale(*(torch.device("cpu"), shapes, (1, 4), (64, 200), 128, 1 << 24, 256, 3), *((2, 16, 4), 20.0, profiles))
+    return Scale(*(torch.device("cpu"), shapes, (1, 4), (64, 200), 128, 1 << 24, 256, 3), *((2, 16, 4), 5.0, profiles))
 
 
 class RecordedWeights(DummyWeights):
