@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.smollm2 import SHAPE
 from tokenyard import LLM, SamplingParams
-from tokenyard.executor.model_loader import DTYPES
+from tokenyard.executor.load_options import DTYPES
 
 _model: torch.nn.Module
 

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.smollm2 import SHAPE
 from benchmarks.step_plans import EqualRows
-from tokenyard.executor.model_loader import DTYPES, load_executor
+from tokenyard.executor.load_options import DTYPES
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.runner import ModelExecutor
 
 

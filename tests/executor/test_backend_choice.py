@@ -8,7 +8,7 @@ import torch
 from tokenyard.base import ConfigError
 from tokenyard.executor import backend_choice
 from tokenyard.executor.attention.triton import available
-from tokenyard.executor.model_loader import read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 

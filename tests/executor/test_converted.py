@@ -16,7 +16,7 @@ from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, WeightSource
 from tokenyard.cli.main import main
 from tokenyard.executor.formats import converted
-from tokenyard.executor.model_loader import convert_weights
+from tokenyard.executor.layer_loader import convert_weights
 from tokenyard.executor.native.library import NoLibraryError, load_library
 
 try:
@@ -133,11 +133,11 @@ def another_number(path):
 
 
 def library_of_another_version(monkeypatch):
-    monkeypatch.setattr("tokenyard.executor.model_loader.library_name", lambda: "another")
+    monkeypatch.setattr("tokenyard.executor.layer_loader.library_name", lambda: "another")
 
 
 def another_release(monkeypatch):
-    monkeypatch.setattr("tokenyard.executor.model_loader.__version__", "another")
+    monkeypatch.setattr("tokenyard.executor.layer_loader.__version__", "another")
 
 
 def other_instructions(monkeypatch):

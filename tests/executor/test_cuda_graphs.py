@@ -14,7 +14,7 @@ from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import ConfigError, SamplingParams
 from tokenyard.executor.cuda_devices import choose_device
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes, why_not
-from tokenyard.executor.model_loader import read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from tokenyard.base import ConfigError
 from tokenyard.executor.layers.grouped_experts import GroupedExperts, StackedProduct
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.mlp import ExpertLoop, GatedMlp, SparseMoe, TopK, silu
-from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.executor.models.stacked_params import GraniteMlps
 

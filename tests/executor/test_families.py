@@ -12,7 +12,8 @@ from tests.executor.driver import Driver
 from tests.executor.small_pool import serve_with_small_pool
 from tests.executor.tiny_models import DEVICE, FAMILY_CASES, greedy, judge, logits, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.hf_config import read_model_config
 
 TOKENS = 10

@@ -18,7 +18,7 @@ from tokenyard.executor import backend_choice
 from tokenyard.executor.attention import flashinfer
 from tokenyard.executor.attention.flashinfer import FlashInferAttention, why_not
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
-from tokenyard.executor.model_loader import read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
 from tokenyard.executor.sampling.top_k_top_p import likeliest
 

@@ -18,7 +18,8 @@ from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.gguf_file.folder import folder_of_gguf
 from tokenyard.executor.gguf_file.tokenizer import SPLITS
 from tokenyard.executor.hf_hub import resolve_model_path
-from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.model_loader import load_executor
 
 TEXTS = ("Once upon a time", " don't   stop\n\nnow 12345", "<|user|>hi<|end|>", "Zażółć 漢字 🙂", "")
 

@@ -15,12 +15,9 @@ from tokenyard.executor.cuda_devices import choose_device, prepare_cuda
 from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
-from tokenyard.executor.model_loader import (
-    choose_dtype,
-    device_of_rank,
-    load_executor,
-    read_folder_config,
-)
+from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.load_options import choose_dtype
+from tokenyard.executor.model_loader import device_of_rank, load_executor
 from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.executor.weights import SafetensorsWeights
 
@@ -241,9 +238,9 @@ def test_options_out_of_range_are_refused(copy):
 def test_auto_dtype_follows_the_device(copy, monkeypatch):
     config = read_folder_config(copy)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("tokenyard.executor.model_loader.cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("tokenyard.executor.load_options.cpu_has_bfloat16", lambda: True)
     assert choose_dtype("auto", cpu, config) == torch.bfloat16
-    monkeypatch.setattr("tokenyard.executor.model_loader.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("tokenyard.executor.load_options.cpu_has_bfloat16", lambda: False)
     assert choose_dtype("auto", cpu, config) == torch.float32
     assert choose_dtype("auto", cuda, config) == torch.bfloat16
 

@@ -13,7 +13,8 @@ from transformers.modeling_layers import MtpModel
 from tests.executor.crowded_yard import check_greedy_answers, yard_of
 from tests.executor.tiny_models import DEVICE, greedy, judge, prompt_of
 from tokenyard.base import ConfigError, LogprobOptions, SamplingParams
-from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.draft_head import DraftHeadWeights, draft_head_names
 
 CASES = ["deepseek-v3", "deepseek-v3-halves", "qwen3.5", "qwen3.5-moe", "qwen3-next"]
@@ -77,7 +78,7 @@ def with_head(folder, tmp_path_factory):
 
 def load(path, **options):
     sizes = {"page_size": 4, "max_total_tokens": 400, "max_pool_rows": 9, "mamba_track_interval": 8, "draft_tokens": 3}
-    executor = load_executor(path, device=DEVICE, dtype="float32", draft_head=True, **sizes | options)
+    executor = load_executor(path, device=DEVICE, dtype="float32", draft_head="NEXTN", **sizes | options)
     # Tiny models take as long as their drafts.
     executor.drafter.clock = lambda: 0.0
     return executor
@@ -159,7 +160,7 @@ def test_what_cannot_draft_is_refused(folder, tmp_path):
         load(folder("qwen3.5"))
     with pytest.raises(ConfigError, match="models of LlamaForCausalLM bring no draft head"):
         load(folder("llama"))
-    with pytest.raises(ConfigError, match="leave out --model-impl"):
+    with pytest.raises(ConfigError, match="cannot be used with --speculative-algorithm NEXTN; leave it out"):
         load(folder("qwen3.5"), model_impl="native")
     config = json.loads((Path(folder("deepseek-v3")) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -176,6 +177,6 @@ def test_the_head_is_not_taken_for_the_first_layer(folder, tmp_path):
         tmp_path / "model.safetensors",
     )
     names = draft_head_names(read_folder_config(Path(folder("qwen3.5"))))
-    files = DraftHeadWeights(tmp_path, here, torch.float32, names)
+    files = DraftHeadWeights(tmp_path, here, torch.float32, names.layer)
     assert files.stored_kind(f"model.layers.0.{name}") == ("I8", (2, 8))
     assert files.parts("model.layers.0.mlp.up_proj.", ["weight"])["weight"].all()

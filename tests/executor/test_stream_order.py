@@ -13,7 +13,7 @@ from tests.executor.tiny_models import prompt_of
 from tokenyard.base import SamplingParams
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.kv_copies import DeviceBlocks
-from tokenyard.executor.model_loader import read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
 from tokenyard.executor.sampling.top_k_top_p import likeliest
 

@@ -20,7 +20,8 @@ from tokenyard.config import DEMO_MODEL
 from tokenyard.executor import weights
 from tokenyard.executor.distributed.distributed_loader import load_executor as load_divided
 from tokenyard.executor.distributed.tensor_parallel import kv_heads
-from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.scheduler.row_state import Gate
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1}

@@ -14,7 +14,7 @@ need_triton()
 from tests.executor.lora_maker import logits_of  # noqa: E402
 from tokenyard.executor.attention.triton.lora_kernels import add_lora, output_tiles  # noqa: E402
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner  # noqa: E402
-from tokenyard.executor.model_loader import read_folder_config  # noqa: E402
+from tokenyard.executor.layer_loader import read_folder_config  # noqa: E402
 
 TRITON = {"model_impl": "torch", "attention_backend": "triton"}
 

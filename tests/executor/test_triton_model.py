@@ -15,7 +15,7 @@ need_triton()
 
 from tokenyard.executor.attention.triton.plan_kernel import prepare_by_triton  # noqa: E402
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner  # noqa: E402
-from tokenyard.executor.model_loader import read_folder_config  # noqa: E402
+from tokenyard.executor.layer_loader import read_folder_config  # noqa: E402
 from tokenyard.executor.plan_inputs import PlanInputs  # noqa: E402
 
 TRITON = {"model_impl": "torch", "attention_backend": "triton"}

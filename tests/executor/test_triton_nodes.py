@@ -19,7 +19,7 @@ from tokenyard.executor.attention.triton.attention_kernel import (  # noqa: E402
 )
 from tokenyard.executor.attention.triton.plan_kernel import prepare_by_triton  # noqa: E402
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes  # noqa: E402
-from tokenyard.executor.model_loader import read_folder_config  # noqa: E402
+from tokenyard.executor.layer_loader import read_folder_config  # noqa: E402
 from tokenyard.executor.plan_inputs import PlanInputs  # noqa: E402
 
 OTHERS = 16

@@ -16,7 +16,7 @@ from tokenyard.base import SamplingParams  # noqa: E402
 from tokenyard.executor.attention.hybrid import HybridFusedKvWriteAttention  # noqa: E402
 from tokenyard.executor.attention.triton.backend import TritonAttention  # noqa: E402
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner  # noqa: E402
-from tokenyard.executor.model_loader import read_folder_config  # noqa: E402
+from tokenyard.executor.layer_loader import read_folder_config  # noqa: E402
 
 TOKENS = 2
 

@@ -9,7 +9,7 @@ from tokenyard.base import ConfigError
 def convert(namespace: argparse.Namespace) -> int:
     """Write the file. Returns 0. Raises ConfigError, in one line, for a model that cannot be converted."""
     try:
-        from tokenyard.executor.model_loader import convert_weights
+        from tokenyard.executor.layer_loader import convert_weights
     except ImportError as error:
         raise ConfigError("converting needs the package torch: pip install 'tokenyard[torch]'") from error
     begin_s = time.perf_counter()

@@ -123,6 +123,6 @@ class Settings(DeclaredSettings):
             "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
             "draft_tokens": self._draft_tokens,
             "draft_model": self.speculative_draft_model_path,
-            "draft_head": self.speculative_algorithm == "NEXTN",
+            "draft_head": "NEXTN" if self.speculative_algorithm == "NEXTN" else "",
             "seed": self.random_seed,
         }

@@ -230,6 +230,15 @@ def _native_engine(
         return None, str(error)
 
 
+def torch_layers(model_impl: str, flag: str) -> str:
+    """Return the implementation where `flag` needs torch's layers. Raises ConfigError where `model_impl` demands whole
+    steps by native kernels.
+    """
+    if model_impl == "native":
+        raise ConfigError(f"--model-impl native computes whole steps and cannot be used with {flag}; leave it out")
+    return "torch"
+
+
 def load_layers(
     choice: BackendChoice,
     config: ModelConfig,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenyard.base import ConfigError, Int32Array, KvPieces, WindowGroup
+from tokenyard.base import ConfigError, ExecutorInfo, Int32Array, KvPieces, WindowGroup
 from tokenyard.executor.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,24 @@ class KvPool:
         planes = np.arange(self.num_pieces) * (self.tensor.stride(1) * self.tensor.itemsize)
         begin = self.tensor.data_ptr() + planes
         return KvPieces(begin + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, str(self.tensor.device))
+
+
+def make_pool(
+    config: ModelConfig,
+    info: ExecutorInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory: Callable[[int], torch.Tensor] | None = None,
+) -> KvPool:
+    """Make the pool of an executor; see KvPool. Raises ConfigError where the memory does not suffice."""
+    try:
+        return KvPool(config, info.num_pages, info.page_size, device, dtype, info.windows, memory=memory)
+    except (RuntimeError, OSError, OverflowError) as error:  # on a GPU an OutOfMemoryError; the last two are mmap's
+        tokens = info.num_pages * info.page_size
+        raise ConfigError(
+            f"a KV pool of {tokens} tokens takes {tokens * info.kv_bytes_per_token / 2**30:.1f} GiB, more than {device}"
+            " has free; lower max_total_tokens or mem_fraction_static"
+        ) from error
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Protocol
 
-from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.base import ExecutorInfo
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig
@@ -69,14 +69,3 @@ def stage_of(rank: int, size: int) -> int:
 def name_of(form: ParallelKind, rank: int, size: int) -> str:
     """Return the name of a rank in messages and logs."""
     return f"tensor-parallel rank {rank}" if form == "tensor" else f"pipeline stage {stage_of(rank, size)}"
-
-
-def layers_only(part: ModelPartition, model_impl: str) -> str:
-    """Return the implementation that computes a part of a model: torch's layers, as ranks exchange tensors within a
-    step.
-
-    Raises ConfigError where `model_impl` demands whole steps by native kernels.
-    """
-    if model_impl == "native":
-        raise ConfigError(f"--model-impl native computes whole steps and cannot be used with {part.flag}; leave it out")
-    return "torch"

@@ -58,11 +58,11 @@ def draft_head_config(config: ModelConfig) -> ModelConfig:
 
 
 class DraftHeadWeights(SafetensorsWeights):
-    """The tensors of a checkpoint; the first layer is that of the draft head."""
+    """The tensors of a checkpoint; the first layer is that of the draft head, whose names begin with `layer`."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, names: DraftHeadNames) -> None:
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, layer: str) -> None:
         super().__init__(folder, device, dtype)
-        self._layer = names.layer
+        self._layer = layer
 
     def get(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> torch.Tensor:
         """See SafetensorsWeights."""

@@ -1,4 +1,5 @@
-"""Drafts by the head that a checkpoint brings (`--speculative-algorithm NEXTN`, as in SGLang; `mtp` in vLLM).
+"""Drafts by a head that reads the target's hidden states: one that the checkpoint brings (NEXTN, vLLM's `mtp`), or one
+that was trained for it (EAGLE, EAGLE3).
 
 The head reads what the target model found at a position, and the token after it. So it follows the target from step to
 step: what a step found is kept until the next tokens are known, and taken in before the next draft, or earlier where it
@@ -24,10 +25,12 @@ MAX_HELD = 16
 """The most positions of a row that wait for their draft before the head takes them in."""
 
 
-class MtpDrafter(ModelDrafter):
+class HeadDrafter(ModelDrafter):
     """Drafts up to `max_drafts` tokens for each row, each from the one before. Rows with log-probabilities have none.
 
     head: the draft head; model: runs its layers over `pool`. The others: see ModelDrafter.
+    inputs: what the head reads of the tokens of a step, which is called as `Hidden` is; None for the hidden states behind
+        the last norm.
     """
 
     def __init__(
@@ -38,10 +41,12 @@ class MtpDrafter(ModelDrafter):
         pool: KvPool,
         pages: PageTable,
         choose: Choose,
+        inputs: Hidden | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(max_drafts, model, pool, pages, choose, clock)
         self._head, self._model = head, model
+        self._inputs = inputs
         self._held: dict[int, tuple[int, torch.Tensor]] = {}
 
     def take(self, plan: StepPlan) -> None:
@@ -55,7 +60,7 @@ class MtpDrafter(ModelDrafter):
         """Keep what the step found of rows that draft, and take in what the head can."""
         if not self.rows:
             return
-        found = hidden(0, len(plan.tokens)).split(plan.counts.tolist())
+        found = (self._inputs or hidden)(0, len(plan.tokens)).split(plan.counts.tolist())
         for pool_row, start, own in zip(plan.pool_rows.tolist(), plan.starts.tolist(), found, strict=True):
             if pool_row in self.rows:
                 self._hold(pool_row, start, own)
