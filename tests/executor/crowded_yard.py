@@ -43,3 +43,18 @@ def check_greedy_answers(yard, case, tokens, depth=1):
     counters = yard.scheduler.snapshot(0).counters
     assert counters.hit_tokens > 40
     return counters
+
+
+def seen_drafts(drafter):
+    """A list that grows with each draft of `drafter`: the tokens of a row, and those drafted after them."""
+    seen, fill_in = [], drafter.fill_in
+
+    def spy(plan):
+        tokens = fill_in(plan)
+        for pool_row in plan.pool_rows[plan.decode_rows : plan.chunks_from].tolist():
+            row = drafter.rows[pool_row]
+            seen.append((list(row.ids), row.drafts.tolist()))
+        return tokens
+
+    drafter.fill_in = spy
+    return seen

@@ -73,13 +73,14 @@ class Player:
 @pytest.fixture
 def recorded(folder, make_driver):
     """Make a driver whose decode steps of up to `largest` rows are recorded, and what plays them. plans: whether they
-    begin with a plan and end with tokens.
+    begin with a plan and end with tokens. aux: layers that a draft head reads.
     """
 
-    def make(case, largest, page_size, *, plans=False):
+    def make(case, largest, page_size, *, plans=False, aux=()):
         driver = make_driver(case, page_size=page_size)
         executor, player = driver.executor, Player()
         model = executor.model
+        model.decoder.aux_layers = aux
         model.attention = TableAttention(executor.kv_pool, executor.pages, model.attention_spec)
         config = read_folder_config(Path(folder(case)))
         with torch.inference_mode():
@@ -105,6 +106,20 @@ def test_recorded_steps_answer_as_transformers_do(recorded, case, page_size, pla
         assert player.played[played:] == ([] if number is None else [number])
     for prompt, row in zip(prompts, rows, strict=True):
         assert row.output == greedy(case, prompt, len(row.output))
+
+
+def test_recorded_steps_leave_what_a_draft_head_reads(recorded, make_driver):
+    found, aux = [], (0, 2)
+    plain = make_driver("llama")
+    plain.executor.model.decoder.aux_layers = aux
+    for driver in (recorded("llama", 4, 1, aux=aux)[0], plain):
+        rows = [driver.start(prompt_of(9, seed=seed)) for seed in range(3)]
+        for count in (None, 1, 1):
+            driver.step(*[(row, count) for row in rows])
+            found.append(driver.executor.model.aux_hidden(0, 3).clone())
+    assert found[2].shape == (3, 2 * 48)
+    for one, other in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 KINDS = {

@@ -9,10 +9,10 @@ from tests.executor.meta_device import Watch, pretend_driver
 from tests.executor.small_pool import serve_with_small_pool
 from tests.executor.tiny_models import DEVICE, EXPERT_CASES, logits, prompt_of
 from tokenyard.base import ConfigError
+from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.layers.grouped_experts import GroupedExperts, StackedProduct
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.mlp import ExpertLoop, GatedMlp, SparseMoe, TopK, silu
-from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.executor.models.stacked_params import GraniteMlps

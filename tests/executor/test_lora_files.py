@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.executor.lora_maker import save_adapter
 from tokenyard.base import ConfigError
-from tokenyard.executor.lora_weights import read_adapter
 from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.lora_weights import read_adapter
 
 MAX_RANK = 8
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
-from tests.executor.crowded_yard import check_greedy_answers, yard_of
+from tests.executor.crowded_yard import check_greedy_answers, seen_drafts, yard_of
 from tests.executor.tiny_models import DEVICE, greedy, judge, prompt_of
 from tokenyard.base import ConfigError, LogprobOptions, SamplingParams
 from tokenyard.executor.layer_loader import read_folder_config
@@ -103,17 +103,8 @@ def drafts_of(case, head, ids, count):
 def test_drafts_are_those_of_transformers_own_head(with_head, case):
     """Of a prompt in chunks, of steps whose drafts were refused, and of another prompt behind a cached prefix."""
     path, head = with_head(case)
-    yard, seen = yard_of(load(path)), []
-    drafter, fill_in = yard.executor.drafter, yard.executor.drafter.fill_in
-
-    def spy(plan):
-        tokens = fill_in(plan)
-        for pool_row in plan.pool_rows[plan.decode_rows : plan.chunks_from].tolist():
-            row = drafter.rows[pool_row]
-            seen.append((list(row.ids), row.drafts.tolist()))
-        return tokens
-
-    drafter.fill_in = spy
+    yard = yard_of(load(path))
+    seen = seen_drafts(yard.executor.drafter)
     prompt = prompt_of(45, seed=3)
     number = yard.submit(prompt, max_new=8)
     yard.run(1)
@@ -128,7 +119,7 @@ def test_drafts_are_those_of_transformers_own_head(with_head, case):
         assert drafts == drafts_of(case, head, ids, len(drafts))
 
 
-@pytest.mark.parametrize(("case", "depth"), [("deepseek-v3", 2), ("qwen3.5", 1), ("qwen3.5", 2)])
+@pytest.mark.parametrize(("case", "depth"), [("deepseek-v3", 1), ("qwen3.5", 2)])
 def test_greedy_answers_are_those_of_transformers(with_head, case, depth):
     """Chunked, cached, retracted, paused and several at a time, with a pool that evicts."""
     yard = yard_of(load(with_head(case)[0], max_total_tokens=180), max_in_flight=depth)
@@ -165,7 +156,7 @@ def test_what_cannot_draft_is_refused(folder, tmp_path):
     config = json.loads((Path(folder("deepseek-v3")) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     executor = load(str(tmp_path), load_format="dummy")
-    with pytest.raises(ConfigError, match="with --speculative-algorithm NEXTN cannot be changed"):
+    with pytest.raises(ConfigError, match=r"NEXTN, EAGLE, EAGLE3\) cannot be changed"):
         executor.weight("model.norm.weight", 1)
 
 

@@ -13,8 +13,8 @@ from tests.executor.tiny_models import prompt_of
 from tokenyard.base import LogprobOptions, SamplingParams
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.forward_batch import to_device
-from tokenyard.executor.lora_manager import LoraManager, TorchLoraPool
 from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.lora_manager import LoraManager, TorchLoraPool
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
 from tokenyard.executor.sampling.top_k_top_p import likeliest
 

@@ -34,7 +34,9 @@ FOREIGN_FLAGS = {
     "each node has its own command: --nnodes, --node-rank, --dist-init-addr": "use-ray master-addr master-port",
     "models run with this package's own code only": "trust-remote-code sampling-backend",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
-    "drafts are set by --speculative-algorithm (NGRAM, STANDALONE)": "speculative-config speculative-num-steps",
+    "drafts are set by --speculative-algorithm and --speculative-num-draft-tokens": (
+        "speculative-config speculative-num-steps speculative-eagle-topk"
+    ),
     "use --disaggregation-mode and --prefill-engines": "kv-transfer-config",
     "CUDA graphs are set by --disable-cuda-graph and --cuda-graph-max-bs": "cuda-graph-bs compilation-config",
     "leave it out: metrics are always there": "enable-metrics disable-log-stats",

@@ -13,7 +13,7 @@ from tokenyard.base import SchedulerSettings
 from tokenyard.base.declare import check_declared, check_rules, declarations
 from tokenyard.base.settings import SharedSettings
 from tokenyard.config.rules import rules
-from tokenyard.config.server_settings import GROUPS, POOL_TOKENS, ClassTargets, DeclaredSettings
+from tokenyard.config.server_settings import DRAFT_HEADS, GROUPS, POOL_TOKENS, ClassTargets, DeclaredSettings
 
 __all__ = ["DEMO_MODEL", "GROUPS", "POOL_TOKENS", "ClassTargets", "Settings"]
 
@@ -123,6 +123,6 @@ class Settings(DeclaredSettings):
             "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
             "draft_tokens": self._draft_tokens,
             "draft_model": self.speculative_draft_model_path,
-            "draft_head": "NEXTN" if self.speculative_algorithm == "NEXTN" else "",
+            "draft_head": self.speculative_algorithm if self.speculative_algorithm in DRAFT_HEADS else "",
             "seed": self.random_seed,
         }

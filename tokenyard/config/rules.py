@@ -173,15 +173,20 @@ def _memory_rules(settings: DeclaredSettings) -> Rules:
 def _draft_rules(settings: DeclaredSettings) -> Rules:
     """Constraints on speculative decoding."""
     drafts, mock = settings.speculative_algorithm != "none", settings.executor == "mock"
-    standalone = settings.speculative_algorithm == "STANDALONE"
+    elsewhere = settings.speculative_algorithm in ("STANDALONE", "EAGLE", "EAGLE3")
     return (
         (
-            standalone == bool(settings.speculative_draft_model_path) or mock,
-            "--speculative-algorithm STANDALONE and --speculative-draft-model-path need each other",
+            bool(settings.speculative_draft_model_path) or not elsewhere or mock,
+            f"--speculative-algorithm {settings.speculative_algorithm} needs --speculative-draft-model-path, a folder"
+            " or repository; a head in the model's own checkpoint drafts with NEXTN",
+        ),
+        (
+            elsewhere or not settings.speculative_draft_model_path or mock,
+            "--speculative-draft-model-path needs --speculative-algorithm STANDALONE, EAGLE or EAGLE3",
         ),
         (
             settings.speculative_algorithm in ("none", "NGRAM") or settings.tp_size * settings.pp_size == 1,
-            "--speculative-algorithm STANDALONE and NEXTN draft for a whole model; drop --tp-size and --pp-size",
+            "only --speculative-algorithm NGRAM drafts for a model that is divided; drop --tp-size and --pp-size",
         ),
         (
             not (drafts and mock) or settings.mock_draft_acceptance is not None,

@@ -9,6 +9,8 @@ from tokenyard.base.settings import SharedSettings
 from tokenyard.engine.frontend.sampling_defaults import SAMPLING_DEFAULTS
 from tokenyard.routing.balance import LOAD_BALANCE_METHODS
 
+DRAFT_HEADS = ("NEXTN", "EAGLE", "EAGLE3")
+"""Values of speculative_algorithm for which a head drafts from the model's hidden states."""
 MAX_RANKS = 64
 KV_STORE_LIMITS = KvStoreLimits()
 DISAGGREGATION_MODES = ("null", "prefill", "decode", "both")
@@ -263,11 +265,14 @@ class DeclaredSettings(SharedSettings):
         "none",
         "device",
         "what drafts tokens for a step to verify: NGRAM looks up what followed the latest tokens before, STANDALONE "
-        "asks a small model (--speculative-draft-model-path), NEXTN the head that the checkpoint brings (MTP)",
-        choices=("none", "NGRAM", "STANDALONE", "NEXTN"),
+        "asks a small model (--speculative-draft-model-path), NEXTN the head that the checkpoint brings (MTP), EAGLE "
+        "and EAGLE3 one that was trained for the model (--speculative-draft-model-path)",
+        choices=("none", "NGRAM", "STANDALONE", *DRAFT_HEADS),
     )
     speculative_draft_model_path: str = setting(
-        "", "device", "folder or repository of the small model that drafts, with the tokenizer of the large one"
+        "",
+        "device",
+        "folder or repository of the small model that drafts, with the tokenizer of the large one, or of an EAGLE head",
     )
     speculative_num_draft_tokens: int = setting(
         15, "device", "most drafts of a request that one step verifies; fewer where more do not pay", NumberRange(1, 64)

@@ -75,6 +75,7 @@ class CudaGraphRunner:
         self._numbers = torch.arange(largest, device=device)
         self._logits = torch.zeros(largest, config.vocab_size, device=device)
         self._hidden = torch.empty(0)
+        self._aux: torch.Tensor | None = None
         self._plays: dict[tuple[int, bool], Callable[[], None]] = {}
         begin_s = time.perf_counter()
         kinds = (False,) if adapters is None else (False, True)
@@ -131,6 +132,7 @@ class CudaGraphRunner:
     def _play(self, rows: int, size: int) -> None:
         self._plays[size, self._adapters is not None and self._adapters.active]()
         self._model.states = self._hidden[:rows]
+        self._model.aux_hidden_states = None if self._aux is None else self._aux[:rows]
 
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return logits of tokens of the last step; see ModelBackend."""
@@ -139,6 +141,10 @@ class CudaGraphRunner:
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Return hidden states of tokens of the last step; see ModelBackend."""
         return self._model.hidden(first, last)
+
+    def aux_hidden(self, first: int, last: int) -> torch.Tensor:
+        """Return what an EAGLE-3 head reads of tokens of the last step; see TorchModel."""
+        return self._model.aux_hidden(first, last)
 
     def size_for(self, batch: ForwardBatch) -> int:
         """Return the captured size that a batch is padded to; 0 if the batch runs eagerly."""
@@ -179,6 +185,10 @@ class CudaGraphRunner:
             if not len(self._hidden):
                 self._hidden = states.new_zeros(len(self._numbers), states.shape[1])
             self._hidden[:size].copy_(states)
+            if batch.aux_hidden_states is not None:
+                if self._aux is None:
+                    self._aux = states.new_zeros(len(self._numbers), batch.aux_hidden_states.shape[1])
+                self._aux[:size].copy_(batch.aux_hidden_states)
             if self.plans is not None:
                 tokens = self.plans.likeliest(logits)
                 self.plans.future.store(columns[4], tokens)

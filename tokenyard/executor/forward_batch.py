@@ -30,6 +30,7 @@ class ForwardBatch:
     states: the recurrent states of the rows; None for a model without.
     captured: the rows of the captured step that this batch is recorded for; 0 for a batch that runs eagerly.
     shared_kv: keys and values of the batch's tokens that later layers read too, by their layer.
+    aux_hidden_states: [T, layers * hidden], what an EAGLE-3 head reads (see Decoder.aux_layers); None without one.
     """
 
     token_ids: torch.Tensor
@@ -45,6 +46,7 @@ class ForwardBatch:
     states: StateBatch | None = None
     captured: int = 0
     shared_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    aux_hidden_states: torch.Tensor | None = None
 
 
 class PageTable:

@@ -29,8 +29,7 @@ class HeadDrafter(ModelDrafter):
     """Drafts up to `max_drafts` tokens for each row, each from the one before. Rows with log-probabilities have none.
 
     head: the draft head; model: runs its layers over `pool`. The others: see ModelDrafter.
-    inputs: what the head reads of the tokens of a step, which is called as `Hidden` is; None for the hidden states behind
-        the last norm.
+    inputs: what the head reads of a step; None for the hidden states behind the last norm.
     """
 
     def __init__(

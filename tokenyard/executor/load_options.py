@@ -42,8 +42,8 @@ class LoadOptions:
     max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see StateGroup.fitting.
     mamba_shared_memory: KV and checkpoints of recurrent states share the memory of both; see StateGroup.sharing.
     draft_tokens: the most drafts of a row in one step; 0 for none.
-    draft_model: the model that drafts; "" for prompt lookup, or where `draft_head` is given.
-    draft_head: NEXTN for the head that the checkpoint brings (MTP); "" for none.
+    draft_model: the model that drafts, or the EAGLE head; "" for prompt lookup and NEXTN.
+    draft_head: NEXTN for the head that the checkpoint brings (MTP), EAGLE or EAGLE3; "" for none.
     lora_slots: the most LoRA adapters in a step; 0 for none.
     lora_rank: the largest rank of an adapter.
     rank, ranks: the data-parallel rank and how many ranks this machine has. Ranks take CUDA devices in turn where
@@ -96,15 +96,13 @@ def with_torch_layers(given: LoadOptions, part: ModelPartition | None) -> LoadOp
     return replace(given, model_impl=torch_layers(given.model_impl, flag)) if flag else given
 
 
-def backends_for(
-    given: LoadOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> BackendChoice:
+def backends_for(given: LoadOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> BackendChoice:
+    """Choose the backends of a model by the options; see choose_backends."""
     return choose_backends(
         *(given.model_impl, given.attention_backend, given.quantization, config, dtype, device, given.threads),
         deterministic=given.deterministic,
         kv_cache_dtype=given.kv_cache_dtype,
     )
-
 
 
 def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
@@ -125,4 +123,3 @@ def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.
 def cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16 or AMX)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-

@@ -74,15 +74,25 @@ class MemoryNeed:
             )
 
 
-def weight_bytes(folder: Path, itemsize: int, *, native: bool, quantization: str = "none", tied: bool = False) -> int:
+def weight_bytes(
+    folder: Path,
+    itemsize: int,
+    *,
+    native: bool,
+    quantization: str = "none",
+    tied: bool = False,
+    without: tuple[str, ...] = (),
+) -> int:
     """Return the bytes of a folder's weights once they are loaded, 0 where it has no file that can be read.
 
     itemsize: of a number in the model's dtype. native: whether native steps compute it, so that packed matrices stay
     packed. quantization: as `--quantization`. tied: whether the embedding is the head too. Native steps have one
-    matrix for both where both are numbers, and else a head of its own.
+    matrix for both where both are numbers, and else a head of its own. without: endings of names that do not count.
     """
     total = 0.0
     for tensor in stored_tensors(folder):
+        if tensor.name.endswith(without):
+            continue
         size = _loaded(tensor, itemsize, native, quantization)
         if tensor.name.endswith(EMBEDDINGS) and native:
             # The embedding of a GGUF file is mapped, and takes memory only as long as there is some to spare.

@@ -146,7 +146,7 @@ def load_executor(
         return LoadedModel(backend_of(own, layers, adapters), adapters)
 
     model = backend_of(choice, layers, adapters)
-    drafter = make_drafter(drafts, given, info, pages, target, choice.kv_dtype)
+    drafter = make_drafter(drafts, given, model, info, pages, target, choice.kv_dtype)
     executor = make(
         *(model, pool, pages, info, target, drafter, sampling_backend, adapters),
         _make_states(config, info, target, kind, pool),

@@ -228,8 +228,8 @@ class ModelExecutor:
         if self.weight_updates is None:
             raise ConfigError(
                 "the weights of a model over several ranks (--tp-size, --pp-size, --enable-dp-attention) or with"
-                " --speculative-algorithm NEXTN cannot be changed or read yet; restart the engine with the new"
-                " checkpoint"
+                " a draft head (--speculative-algorithm NEXTN, EAGLE, EAGLE3) cannot be changed or read yet; restart"
+                " the engine with the new checkpoint"
             )
         return self.weight_updates
 

@@ -172,6 +172,21 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """What only the layer of an EAGLE head has.
+
+    aux_layers: the layers of the target before which an EAGLE-3 head reads, rising; their number stands for behind the
+        last. () for the first EAGLE, which reads what the output head does.
+    draft_vocab_size: tokens that the head can draft.
+    norm_before_residual: whether what an EAGLE-3 head has read is normed before it is the residual stream too.
+    """
+
+    aux_layers: tuple[int, ...]
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer with RMSNorm, rotary embedding, grouped-query attention and a gated MLP.
 
@@ -199,6 +214,7 @@ class ModelConfig:
     latent: latent attention, None for a model that keeps keys and values.
     experts: None for a model without.
     recurrent: the layers with a recurrent state, None for a model whose layers all attend.
+    eagle: what the layer of an EAGLE head has, None for other models.
     has_embedding, has_lm_head: a pipeline stage without embedding takes hidden states; one without head returns them.
     vocab_part: how many rows of embedding and head this rank has where ranks share them, 0 for all.
     eos_token_ids, dtype, quantization: what the checkpoint declares; dtype is "" where it declares none.
@@ -246,6 +262,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     experts: MoeConfig | None = None
     recurrent: DeltaNetConfig | Mamba2Config | ShortConvConfig | None = None
+    eagle: EagleConfig | None = None
     has_embedding: bool = True
     has_lm_head: bool = True
     vocab_part: int = 0
@@ -278,6 +295,11 @@ class ModelConfig:
         if self.windows[layer]:
             return self.num_kv_heads, self.head_dim
         return self.global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
+
+    @property
+    def attention_inputs(self) -> int:
+        """Numbers of a token that queries, keys and values are made of."""
+        return self.hidden_size * (2 if self.eagle is not None and self.eagle.aux_layers else 1)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from tokenyard.executor.layers.rotary import Rotary, rotate
 from tokenyard.executor.layers.short_conv import ShortConv
 from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig
 from tokenyard.executor.models.latent_attention import LatentAttention
-from tokenyard.executor.models.parts import experts_of, fused, fused_parts, gated_mlp, read_norm
+from tokenyard.executor.models.parts import EagleInput, experts_of, fused, fused_parts, gated_mlp, read_norm
 from tokenyard.executor.models.shared_kv import (
     MlpAndExperts,
     PerLayerInputs,
@@ -52,6 +52,8 @@ class Decoder:
         make_experts: MakeExperts | None = None,
     ) -> None:
         self.config = config
+        self.aux_layers: tuple[int, ...] = ()
+        """Layers, rising, before which `forward` copies the residual stream; their number is for behind the last."""
         make_experts = make_experts or _experts
         embedding_shape = (config.vocab_part or config.vocab_size, config.hidden_size)
         tied = config.tied_embeddings
@@ -64,7 +66,7 @@ class Decoder:
         self._rotary = {key: Rotary(*key, context_length, device) for key in dict.fromkeys(self._ropes)}
         self._per_layer = PerLayerInputs(config, weights) if config.per_layer_size else None
         self._layers = [_Layer(config, weights, index, tp_comm, make_experts) for index in range(config.num_layers)]
-        self._hidden_like = weights.get("model.layers.0.input_layernorm.weight", (config.hidden_size,))
+        self._hidden_like = weights.get(f"model.layers.0.{norm_names(config).before_mlp}.weight", (config.hidden_size,))
         windows = tuple(config.windows[layer] for layer in config.kv_layers)
         self.attention_spec = AttentionSpec(
             windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
@@ -81,11 +83,19 @@ class Decoder:
         cos_sin = {key: rotary.at(batch.positions) for key, rotary in self._rotary.items()}
         added = None if self._per_layer is None else self._per_layer(x, batch.token_ids)
         found = None
+        kept: list[torch.Tensor] = []
         for index, (layer, rope) in enumerate(zip(self._layers, self._ropes, strict=True)):
+            if index in self.aux_layers:
+                # A copy, as a kernel may add to x where it lies.
+                kept.append(x.clone() if found is None else x + found)
             x, found = layer(x, found, cos_sin[rope], batch, attention)
             if layer.ending is not None:
                 x, found = layer.ending(x, found, None if added is None else added[:, index]), None
-        return x if found is None else x + found
+        x = x if found is None else x + found
+        if self.aux_layers:
+            last = (x,) if len(self._layers) in self.aux_layers else ()
+            batch.aux_hidden_states = torch.cat((*kept, *last), dim=-1)
+        return x
 
     def fuse(self, kernels: FusedKernels) -> None:
         """Compute norms, gates, and all from rotation to attention by these kernels, which attend as the attention
@@ -113,8 +123,12 @@ class Decoder:
 
     def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embed int64[T]: [T, hidden]."""
-        x = self._embedding(token_ids)
+        x = self.table_rows(token_ids)
         return x * self._embedding_scale if self._embedding_scale != 1.0 else x
+
+    def table_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return [T, hidden] of int64[T], the rows of the embedding as they are, which an EAGLE head reads."""
+        return self._embedding(token_ids)
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
         """Replace each layer's products qkv, output, gate_up and down, and mixer_in and mixer_out of one with a
@@ -152,7 +166,11 @@ class _Layer:
     ) -> None:
         prefix = f"model.layers.{index}"
         self._index, self._scale = index, config.residual_scale
-        self._attention_norm = read_norm(config, weights, f"{prefix}.input_layernorm")
+        self._attention_norm: RMSNorm | EagleInput
+        if config.eagle is None:
+            self._attention_norm = read_norm(config, weights, f"{prefix}.input_layernorm")
+        else:
+            self._attention_norm = EagleInput(config, weights, prefix)
         names = norm_names(config)
         self._mlp_norm = read_norm(config, weights, f"{prefix}.{names.before_mlp}")
         self._after_attention = (
@@ -173,7 +191,7 @@ class _Layer:
         if self._attention is not None:
             self._attention.fuse(kernels)
         for norm in (self._attention_norm, self._mlp_norm, self._after_attention, self._after_mlp):
-            if norm is not None:
+            if isinstance(norm, RMSNorm):
                 norm.fuse(kernels)
         if self._gated is not None:
             self._gated.fuse(kernels)
@@ -201,7 +219,9 @@ class _Layer:
         """x: the residual stream, without what the layer before found, so that its sum and its norm can be one kernel.
         Returns the same of this layer.
         """
-        if found is None:
+        if isinstance(self._attention_norm, EagleInput):
+            x, normed = self._attention_norm(x)
+        elif found is None:
             normed = self._attention_norm(x)
         else:
             x, normed = self._attention_norm.plus(x, found)
@@ -231,12 +251,12 @@ class _Attention:
         self._qkv: Product
         if self._gated:
             sizes[f"{prefix}.q_proj"] *= 2
-            weight, bias = fused_parts(weights, sizes, config.hidden_size, config.qkv_bias)
+            weight, bias = fused_parts(weights, sizes, config.attention_inputs, config.qkv_bias)
             weight = _gates_last(weight, config.num_heads, config.head_dim)
             bias = None if bias is None else _gates_last(bias, config.num_heads, config.head_dim)
             self._qkv = Linear(weight, bias)
         else:
-            self._qkv = fused(weights, sizes, config.hidden_size, config.qkv_bias)
+            self._qkv = fused(weights, sizes, config.attention_inputs, config.qkv_bias)
         output = fused(weights, {f"{prefix}.o_proj": config.hidden_size}, q_size, config.output_bias)
         self._output: Product = output if tp_comm is None else tp_comm.output(output)
         self._kernels: FusedKernels | None = None

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -84,7 +85,24 @@ class DraftHeadWeights(SafetensorsWeights):
         return self._layer + name.removeprefix(FIRST_LAYER) if name.startswith(FIRST_LAYER) else name
 
 
-class DraftHead:
+class DraftHead(Protocol):
+    """A head that drafts from what the target has found.
+
+    layers: of the head, whose KV is in a pool of its own.
+    """
+
+    layers: Decoder
+
+    def step(self, model: TorchModel, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a batch whose tokens are each the one *after* its position.
+
+        model: runs `layers` over the head's KV pool. hidden: [T, hidden], what the target found, or the head at tokens
+        that it drafted itself. Returns the head's [m, hidden] of `batch.logit_tokens` and their logits,
+        float32[m, vocabulary].
+        """
+
+
+class MtpHead:
     """Predicts the token after the next one, from the next one and what the target model has found so far.
 
     Embedding and output head are the target's.
@@ -99,12 +117,7 @@ class DraftHead:
         self._norm = read_norm(config, weights, names.norm)
 
     def step(self, model: TorchModel, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a batch whose tokens are each the one *after* its position.
-
-        model: runs `layers` over the head's KV pool. hidden: [T, hidden], after the target's last norm, or after the
-        head's for tokens that it drafted itself. Returns the head's [m, hidden] of `batch.logit_tokens` and their
-        logits, float32[m, vocabulary].
-        """
+        """See DraftHead. hidden: after the last norm of the target, or of the head."""
         embedded = self._embedding_norm(self.target.embedded(batch.token_ids))
         both = torch.cat((embedded, self._hidden_norm(hidden.to(embedded.dtype))), dim=-1)
         batch.hidden = self._product(both)

@@ -46,6 +46,7 @@ class TorchModel:
     """A decoder of torch layers, which call an attention backend: any device, any dtype.
 
     states: [T, hidden] of the step computed last, before the last norm.
+    aux_hidden_states: of the same step; see ForwardBatch.
     """
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend) -> None:
@@ -53,6 +54,7 @@ class TorchModel:
         self.attention = attention
         self.decoder = decoder
         self.states = torch.empty(0)
+        self.aux_hidden_states: torch.Tensor | None = None
 
     def hidden_like(self, batch: ForwardBatch) -> torch.Tensor:
         """Return memory for the hidden states of a batch, [tokens, hidden], as the layers compute them."""
@@ -67,6 +69,7 @@ class TorchModel:
         """Compute a batch without its logits, as a rank of several that does not sample: [tokens, hidden]."""
         self.attention.prepare(batch)
         self.states = self.decoder.forward(batch, self.attention)
+        self.aux_hidden_states = batch.aux_hidden_states
         return self.states
 
     def idle(self) -> None:
@@ -80,3 +83,8 @@ class TorchModel:
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Return hidden states of tokens of the last step; see ModelBackend."""
         return self.decoder.normed(self.states[first:last]).float()
+
+    def aux_hidden(self, first: int, last: int) -> torch.Tensor:
+        """Return what an EAGLE-3 head reads of tokens of the last step, [last - first, layers * hidden]."""
+        assert self.aux_hidden_states is not None
+        return self.aux_hidden_states[first:last]

@@ -62,3 +62,28 @@ def fused_bias(weights: Weights, outputs: dict[str, int]) -> torch.Tensor:
     """Return the bias of several products as of one."""
     biases = [weights.get(f"{name}.bias", (size,)) for name, size in outputs.items()]
     return biases[0] if len(biases) == 1 else torch.cat(biases)
+
+
+class EagleInput:
+    """What the layer of an EAGLE head has in the place of its first norm.
+
+    The first EAGLE has no norm there. EAGLE-3 reads [T, 2 * hidden], the embedding of the token after each one and what
+    was found at it: both are normed for attention, and the second one is the residual stream.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        assert config.eagle is not None
+        self._both = bool(config.eagle.aux_layers)
+        self._norm_before_residual = config.eagle.norm_before_residual
+        if self._both:
+            self._embedding_norm = read_norm(config, weights, f"{prefix}.input_layernorm")
+            self._hidden_norm = read_norm(config, weights, f"{prefix}.hidden_norm")
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream, [T, hidden], and what attention reads."""
+        if not self._both:
+            return x, x
+        embedded, hidden = x.chunk(2, dim=-1)
+        normed = self._hidden_norm(hidden)
+        read = torch.cat((self._embedding_norm(embedded), normed), dim=-1)
+        return (normed if self._norm_before_residual else hidden.contiguous()), read
