@@ -40,6 +40,17 @@ def scales_of(rng, *shape):
     return (torch.rand(shape, generator=rng) * 0.02 + 0.001).half()
 
 
+def multiplied(values, zeros, scales, groups):
+    """Numbers [outputs, inputs] of values [inputs, outputs], zeros and scales [groups, outputs], one at a time."""
+    values, zeros, scales, groups = (each.tolist() for each in (values, zeros, scales, groups))
+    return torch.tensor(
+        [
+            [scales[group][o] * (row[o] - zeros[group][o]) for group, row in zip(groups, values, strict=True)]
+            for o in range(len(scales[0]))
+        ]
+    )
+
+
 def as_gptq(rng, outputs, inputs, bits=4, shuffled=False, v2=False):
     values, zeros = (
         draw(rng, inputs, outputs, most=1 << bits),
@@ -51,32 +62,23 @@ def as_gptq(rng, outputs, inputs, bits=4, shuffled=False, v2=False):
         groups = groups[torch.randperm(inputs, generator=rng)]
     parts = {"qweight": words(values.T, bits).T.contiguous(), "qzeros": words(zeros, bits), "scales": scales}
     parts["g_idx"] = groups.int()
-    less = 0 if v2 else 1
-    whole = [
-        [float(scales[groups[i], o]) * (int(values[i, o]) - int(zeros[groups[i], o]) - less) for i in range(inputs)]
-        for o in range(outputs)
-    ]
-    return parts, torch.tensor(whole)
+    return parts, multiplied(values, zeros if v2 else zeros + 1, scales, groups)
 
 
 def as_awq(rng, outputs, inputs):
     values, zeros = draw(rng, inputs, outputs, most=16), draw(rng, inputs // GROUP, outputs, most=16)
     scales = scales_of(rng, inputs // GROUP, outputs)
     parts = {"qweight": words(values, 4, AWQ_ORDER), "qzeros": words(zeros, 4, AWQ_ORDER), "scales": scales}
-    whole = [
-        [float(scales[i // GROUP, o]) * (int(values[i, o]) - int(zeros[i // GROUP, o])) for i in range(inputs)]
-        for o in range(outputs)
-    ]
-    return parts, torch.tensor(whole)
+    return parts, multiplied(values, zeros, scales, torch.arange(inputs) // GROUP)
 
 
 def as_fp8_blocks(rng, outputs, inputs, block=(16, 32)):
     weight = torch.randn(outputs, inputs, generator=rng).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-outputs // block[0]), -(-inputs // block[1]), generator=rng) * 0.1 + 0.01
-    numbers = weight.float()
+    scales = scale.tolist()
     whole = [
-        [float(numbers[o, i]) * float(scale[o // block[0], i // block[1]]) for i in range(inputs)]
-        for o in range(outputs)
+        [number * scales[o // block[0]][i // block[1]] for i, number in enumerate(row)]
+        for o, row in enumerate(weight.float().tolist())
     ]
     return {"weight": weight, "weight_scale_inv": scale}, torch.tensor(whole)
 
@@ -85,9 +87,8 @@ def as_scaled(rng, outputs, inputs, kind):
     raw = torch.randn(outputs, inputs, generator=rng) * 40
     weight = raw.to(torch.float8_e4m3fn) if kind == "fp8" else raw.round().clamp(-127, 127).to(torch.int8)
     scale = torch.rand(1 if kind == "fp8" else outputs, generator=rng) * 0.002 + 0.0005
-    whole = [
-        [float(weight[o, i].float()) * float(scale[o % len(scale)]) for i in range(inputs)] for o in range(outputs)
-    ]
+    scales, numbers = scale.tolist(), weight.float().tolist()
+    whole = [[number * scales[o % len(scales)] for number in row] for o, row in enumerate(numbers)]
     return {"weight": weight, "weight_scale": scale if kind == "fp8" else scale[:, None]}, torch.tensor(whole)
 
 
@@ -103,11 +104,7 @@ def as_packed(rng, outputs, inputs, bits=4, zero_points=False):
     if zero_points:
         zeros = draw(rng, outputs, inputs // GROUP, most=1 << bits)
         parts["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
-    whole = [
-        [float(scale[o, i // GROUP]) * (int(values[o, i]) - int(zeros[o, i // GROUP])) for i in range(inputs)]
-        for o in range(outputs)
-    ]
-    return parts, torch.tensor(whole)
+    return parts, multiplied(values.T, zeros.T, scale.T, torch.arange(inputs) // GROUP)
 
 
 def compressed(form, bits):
