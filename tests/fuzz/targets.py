@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gguf
 import msgspec
+import numpy as np
 
 from tests.contract.test_stores import DIGESTS, FORM, content
+from tests.engine.text_helpers import DEMO_TOKENIZER
 from tests.fuzz.search import Target
 from tests.kv_store.test_slab import SLOT
 from tokenyard.base import LogprobOptions, SamplingParams, TextOptions, TokenyardError
@@ -24,6 +27,9 @@ from tokenyard.disagg import handshake
 from tokenyard.disagg.protocol import messages
 from tokenyard.engine.frontend import paused_requests, weight_files
 from tokenyard.executor import memory_fit
+from tokenyard.executor.gguf_file.folder import write_folder
+from tokenyard.executor.gguf_file.gguf_reader import GgufFile
+from tokenyard.executor.grammar import GrammarCache
 from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.kv_store.resp import RespConnection, RespError, StoreAddress
 from tokenyard.kv_store.slab import SlabStore
@@ -421,6 +427,57 @@ def read_safetensors(data: bytes) -> None:
             continue
 
 
+@cache
+def grammar_cache() -> GrammarCache:
+    """Keeps the tokenizer of the demo model between runs."""
+    return GrammarCache(2048, (0,))
+
+
+def read_grammar(data: bytes) -> None:
+    grammar_cache().compile(data.decode("latin-1"), (DEMO_TOKENIZER.parent / "tokenizer.json").read_text)
+
+
+GRAMMARS = [
+    b'start: a | B\na: "x" a? "y"\nB: /[a-z]{2,5}\\d+/\n%ignore " "\n',
+    b'start: one\none: %json {"type":"object","properties":{"a":{"type":"integer","minimum":3}}} // x\n',
+    b'start: one\none: %json {"anyOf":[{"enum":["a",1]},{"type":"string","pattern":"^a+$"}],"not":{}} // y\n',
+]
+
+
+def gguf_files() -> list[bytes]:
+    path, found = folder() / "seed.gguf", []
+    for kind, pre, more in (
+        ("llama", "llama-bpe", {}),
+        ("gemma2", "", {}),
+        ("granitehybrid", "", {"ssm.inner_size": 8}),
+    ):
+        writer = gguf.GGUFWriter(str(path), kind)
+        numbers = {"context_length": 64, "embedding_length": 8, "block_count": 2, "feed_forward_length": 16}
+        for name, value in (numbers | {"attention.head_count": 2, "expert_count": 0} | more).items():
+            writer.add_uint32(f"{kind}.{name}", value)
+        writer.add_float32(f"{kind}.attention.layer_norm_rms_epsilon", 1e-5)
+        writer.add_string(f"{kind}.rope.scaling.type", "linear")
+        writer.add_tokenizer_model("gpt2" if pre else "llama")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(["<s>", "a", "b", "ab"])
+        writer.add_token_scores([0.0, -1.0, -2.0, -3.0])
+        writer.add_token_types([3, 1, 1, 1])
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(0)
+        writer.add_chat_template("{{ messages }}")
+        writer.add_tensor("blk.0.attn_q.weight", np.zeros((8, 8), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        found.append(path.read_bytes())
+    return found
+
+
+def read_gguf(path: Path) -> None:
+    write_folder(GgufFile(path), folder())
+
+
 def configs() -> list[bytes]:
     plain = {
         "architectures": ["LlamaForCausalLM"],
@@ -492,5 +549,7 @@ TARGETS: dict[str, Target] = {
     "tape": Target(read_tape, tapes, (TokenyardError,)),
     "safetensors": Target(read_safetensors, safetensors, words=(b'"data_offsets":', b'"shape":', b'"dtype":')),
     "config": Target(read_config, configs, (TokenyardError, ValueError, RecursionError)),
+    "grammar": Target(read_grammar, lambda: GRAMMARS, (TokenyardError,), (b"%json {", b"/[^a]*/", b"start: ", b" | ")),
+    "gguf": Target(in_file(read_gguf, "model.gguf"), gguf_files, (TokenyardError,)),
     "trace": Target(in_file(read_traces, "trace"), traces, (TokenyardError,)),
 }

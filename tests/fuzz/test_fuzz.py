@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.fuzz.search import Search, Target, defect_of, shrink
-from tests.fuzz.targets import TARGETS, safetensors
+from tests.fuzz.targets import TARGETS, gguf_files, safetensors
 from tokenyard.router.http1 import WireError, parse_head
 
 DEEP = b"\x91" * 4000
@@ -27,6 +27,8 @@ FOUND = [
     ("safetensors", b"\x07\0\0\0\0\0\0\0[1,2,3]"),
     ("safetensors", (8000).to_bytes(8, "little") + b"[" * 8000),
     ("config", CONFIG + b'"num_key_value_heads":1e999}'),
+    ("grammar", b": %json {t} // "),
+    ("gguf", gguf_files()[0].replace(b"attention.head_count\4\0\0\0\2", b"attention.head_count\4\0\0\0\0")),
     ("trace", b'{"resourceSpans":7}'),
     ("trace", b'{"resourceSpans":"x"}'),
 ]
@@ -42,7 +44,7 @@ def test_what_was_found_is_refused(target, data):
 def test_a_short_search_finds_nothing(name):
     search = Search(TARGETS[name], random.Random(1))
     search.begin()
-    for _ in range(60 if name in ("tape", "slab") else 1000):
+    for _ in range(60 if name in ("tape", "slab", "gguf", "grammar") else 1000):
         search.step()
     assert search.found == {}
 

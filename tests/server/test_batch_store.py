@@ -3,12 +3,13 @@
 import asyncio
 import os
 import resource
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tokenyard.batch import batch_store
+from tokenyard.batch import batch_runner, batch_store
 from tokenyard.batch.batch_runner import BatchRunner
 from tokenyard.batch.batch_store import ENDPOINTS, MAX_OPEN_BATCHES, Answer, Batch, BatchStore, TooManyBatchesError
 from tokenyard.batch.file_store import FileStore
@@ -67,9 +68,20 @@ class HeldOnce:
     ended = started
 
 
+LINE = b'{"custom_id":"x","method":"POST","url":"/v1/chat/completions","body":{"model":"m"}}\n'
+
+
+async def answer_all(runner, batch):
+    runner.start()
+    async with asyncio.timeout(10):
+        while batch.status != "completed":
+            await asyncio.sleep(0.01)
+    await runner.close()
+
+
 def test_lines_that_are_held_back_go_on_when_no_other_is_left(kept):
     store, create = kept
-    batch = create("a", b'{"custom_id":"x","method":"POST","url":"/v1/chat/completions","body":{"model":"m"}}\n')
+    batch = create("a", LINE)
 
     async def main():
         room = HeldOnce()
@@ -78,15 +90,26 @@ def test_lines_that_are_held_back_go_on_when_no_other_is_left(kept):
             await room.go.wait()
             return 200, b"{}"
 
-        runner = BatchRunner(store, ask, room)
-        runner.start()
-        async with asyncio.timeout(10):
-            while batch.status != "completed":
-                await asyncio.sleep(0.01)
-        await runner.close()
+        await answer_all(BatchRunner(store, ask, room), batch)
 
     asyncio.run(main())
     assert batch.completed == 1
+
+
+def test_a_line_is_asked_again_soon_though_the_wall_clock_was_set_back(kept, monkeypatch):
+    monkeypatch.setattr(batch_runner, "FIRST_RETRY_S", 0.01)
+    store, create = kept
+    batch, asked_s = create("a", LINE), [time.time()]
+
+    async def ask(path, headers, body):
+        asked_s.append(asked_s[-1] - 900)
+        return (503 if len(asked_s) < 4 else 200), b"{}"
+
+    async def main():
+        await answer_all(BatchRunner(store, ask, HeldOnce(), lambda: asked_s[-1]), batch)
+
+    asyncio.run(main())
+    assert (batch.completed, len(asked_s)) == (1, 4)
 
 
 def test_what_is_kept_survives_a_loss_of_power_under_its_name(kept, monkeypatch):

@@ -65,7 +65,7 @@ class _Running:
     left: places of lines that are not asked yet, the next one last.
     tasks: of open lines, by place.
     failures: how often lines in a row met a busy server.
-    retry_s: when lines may start again.
+    retry_s: when lines may start again, on the monotonic clock.
     end_s: when its end is tried again, after its files could not be written.
     """
 
@@ -139,13 +139,13 @@ class BatchRunner:
                 self._checking[batch.id] = asyncio.ensure_future(self._begin(batch))
         now = self._clock()
         for running in list(self._running.values()):
-            if now < running.end_s:
+            if time.monotonic() < running.end_s:
                 continue
             try:
                 await self._end_if_due(running, now)
             except OSError as error:
                 logger.error("batch %s cannot be ended; it is tried again: %s", running.batch.id, error)
-                running.end_s = running.retry_s = now + MAX_RETRY_S
+                running.end_s = running.retry_s = time.monotonic() + MAX_RETRY_S
         if self._running:
             self._room.adapt()
         await self._start_lines()
@@ -187,7 +187,8 @@ class BatchRunner:
         logger.info("batch %s: %d of %d lines are left", batch.id, len(left), len(offsets))
 
     async def _start_lines(self) -> None:
-        ready = [running for running in self._running.values() if running.left and self._clock() >= running.retry_s]
+        now = time.monotonic()
+        ready = [running for running in self._running.values() if running.left and now >= running.retry_s]
         ready.sort(key=lambda running: running.batch.expires_at)
         # A room also lets lines go on that it has held back, so it is asked until the last one has ended.
         free = await self._room.free(self.open_lines) if ready or self.open_lines else 0
@@ -217,7 +218,7 @@ class BatchRunner:
             batch.failed += not answer.succeeded
         except NoRoomError:
             running.left.append(place)
-            running.retry_s = self._clock() + NO_ROOM_S
+            running.retry_s = time.monotonic() + NO_ROOM_S
         except (OSError, ValueError) as error:
             logger.warning("batch %s: line %d is asked again: %s", batch.id, place + 1, error)
             self._retry(running, place)
@@ -234,7 +235,7 @@ class BatchRunner:
         """The server is busy, or the disk full: the line starts again later."""
         running.left.append(place)
         running.failures += 1
-        running.retry_s = self._clock() + min(FIRST_RETRY_S * 2 ** min(running.failures, 10), MAX_RETRY_S)
+        running.retry_s = time.monotonic() + min(FIRST_RETRY_S * 2 ** min(running.failures, 10), MAX_RETRY_S)
 
     def _line(self, running: _Running, place: int) -> dict[str, Any]:
         """The request of a line. Raises FileNotFoundError if the input was deleted."""

@@ -19,7 +19,10 @@ ErrorOf = Callable[[str], str]
 def explain_refusal(text: str, reason: str, error_of: ErrorOf) -> str:
     """Return the error and place of the first schema in `text` that is refused by itself, else `reason`."""
     for found in RULE.finditer(text):
-        schema = json.loads(found[1])
+        try:
+            schema = json.loads(found[1])
+        except ValueError:  # in a grammar that a client wrote itself
+            continue
         own = error_of(_grammar(schema))
         if own:
             pointer = _pointer(schema, own, error_of)

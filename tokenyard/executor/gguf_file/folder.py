@@ -32,14 +32,12 @@ def folder_of_gguf(path: Path) -> Path:
     if (folder / LINK).exists():
         return folder
     file = GgufFile(path)
-    config = read_config(file)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             made = Path(scratch, "folder")
             made.mkdir()
-            (made / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-            write_tokenizer(file, made)
+            write_folder(file, made)
             (made / LINK).symlink_to(path)
             made.replace(folder)
     except OSError as error:
@@ -47,6 +45,20 @@ def folder_of_gguf(path: Path) -> Path:
             return folder
         raise ConfigError(f"{cache} cannot be written, so {path.name} cannot be unpacked there: {error}") from error
     return folder
+
+
+def write_folder(file: GgufFile, folder: Path) -> None:
+    """Write config.json and the files of the tokenizer.
+
+    Raises ConfigError for metadata that is missing, not supported or makes no sense.
+    """
+    try:
+        (folder / "config.json").write_text(json.dumps(read_config(file), indent=1), encoding="utf-8")
+        write_tokenizer(file, folder)
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:  # a list in place of a number, no heads, a merge of unknown tokens
+        raise ConfigError(f"{file.path} has metadata that makes no sense: {error!r}") from error
 
 
 def read_config(file: GgufFile) -> dict[str, Any]:
