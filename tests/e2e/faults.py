@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tests.e2e.servers import Route, Server, alive
 
 MOCK = ("--executor", "mock", "--log-level", "warning")
@@ -143,11 +145,13 @@ async def _sums(server: Server) -> Counter[str]:
     return Counter({name: sum(state[name] for state in states) for name in names})
 
 
-async def open_all(server: Server | Route, streams: int, tokens: int) -> tuple[list[Stream], list["asyncio.Task[str]"]]:
-    """Open streams and wait until each had a first answer."""
+async def open_all(
+    server: Server | Route, streams: int, tokens: int, *, begun: int | None = None
+) -> tuple[list[Stream], list["asyncio.Task[str]"]]:
+    """Open streams and wait until each had a first answer, or the first `begun` of them."""
     opened = [Stream(server, tokens, f"Story {number}") for number in range(streams)]
     tasks = [asyncio.create_task(stream.read()) for stream in opened]
-    await asyncio.wait_for(asyncio.gather(*(stream.begun.wait() for stream in opened)), 60)
+    await asyncio.wait_for(asyncio.gather(*(stream.begun.wait() for stream in opened[:begun])), 60)
     return opened, tasks
 
 
@@ -176,17 +180,48 @@ def kill_server(streams: int) -> Outcome:
     return outcome
 
 
+Victims = Callable[[list[Server], Route], list[int]]
+
+
 def behind_router(streams: int, tokens: int = 100) -> Iterator[Outcome]:
     """kill -9 of each kind of process of a fleet, under as many streams through its router: one of two engines loses a
     scheduler, then its detokenizer, then its server with all that belongs to it; in the end the router goes.
     """
+    kinds: dict[str, Victims] = {
+        "scheduler behind a router": lambda engines, route: engines[0].children()[:1],
+        "detokenizer behind a router": lambda engines, route: engines[0].children()[-1:],
+        "engine behind a router": lambda engines, route: _all_of(engines[0]),
+        "router": lambda engines, route: [route.process.pid],
+    }
+    return _kill_in_fleet(streams, tokens, [(), ()], kinds)
+
+
+def disaggregated(streams: int, tokens: int = 100) -> Iterator[Outcome]:
+    """kill -9 of one of two engines that prefill, while some streams have not begun, and of one of two that decode."""
+    modes = ("prefill", "prefill", "decode", "decode")
+    flags = [("--disaggregation-mode", mode, "--disaggregation-transfer-backend", "tcp") for mode in modes]
+    kinds: dict[str, Victims] = {
+        "prefill engine behind a router": lambda engines, route: _all_of(engines[0]),
+        "decode engine behind a router": lambda engines, route: _all_of(engines[2]),
+    }
+    return _kill_in_fleet(streams, tokens, flags, kinds, begun=1)
+
+
+def _all_of(server: Server) -> list[int]:
+    return [*server.children(), server.process.pid]
+
+
+def _kill_in_fleet(
+    streams: int, tokens: int, flags: list[tuple[str, ...]], kinds: dict[str, Victims], *, begun: int | None = None
+) -> Iterator[Outcome]:
+    """An engine with each of `flags` behind a router; each kind of victim in turn, after `begun` streams have begun."""
     room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
-    engines = [Server(*MOCK, "--mock-step-ms", "50", *room) for _ in range(2)]
+    engines = [Server(*MOCK, "--mock-step-ms", "50", *room, *own) for own in flags]
     route = Route(*(engine.url for engine in engines))
 
-    async def run(victims: Callable[[], list[int]], whole: list[str]) -> tuple[Counter[str], float, list[str]]:
-        opened, tasks = await open_all(route, streams, tokens)
-        for victim in victims():
+    async def run(victims: Victims, whole: list[str]) -> tuple[Counter[str], float, list[str]]:
+        opened, tasks = await open_all(route, streams, tokens, begun=begun)
+        for victim in victims(engines, route):
             os.kill(victim, signal.SIGKILL)
         begin = time.monotonic()
         ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), 120))
@@ -199,24 +234,35 @@ def behind_router(streams: int, tokens: int = 100) -> Iterator[Outcome]:
         await asyncio.wait_for(asyncio.gather(*tasks), 120)
         return [stream.text for stream in opened]
 
-    first, process = engines[0], engines[0].process
-    kinds: dict[str, Callable[[], list[int]]] = {
-        "scheduler behind a router": lambda: first.children()[:1],
-        "detokenizer behind a router": lambda: first.children()[-1:],
-        "engine behind a router": lambda: [*first.children(), process.pid],
-        "router": lambda: [route.process.pid],
-    }
     try:
         whole = asyncio.run(undisturbed())
         for kind, victims in kinds.items():
             ends, seconds, notes = asyncio.run(run(victims, whole))
-            pages = asyncio.run(pages_after(engines[1]))
+            pages = asyncio.run(pages_after(engines[-1]))
             yield Outcome(f"kill -9 of the {kind}", ends, seconds, pages=pages, notes=notes)
     finally:
         if route.process.poll() is None:
             route.close()
         for engine in engines:
             _kill(engine)
+
+
+def kill_below_scheduler(streams: int, kind: str, flags: tuple[str, ...], tokens: int = 60) -> Outcome:
+    """kill -9 of the process that a scheduler has started for itself, as `flags` make it do: every stream continues."""
+
+    async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
+        unbroken, tasks = await open_all(server, streams, tokens)
+        await asyncio.wait_for(asyncio.gather(*tasks), 240)
+        opened, tasks = await open_all(server, streams, tokens)
+        (victim,) = psutil.Process(server.children()[0]).children()
+        victim.kill()
+        begin = time.monotonic()
+        ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), 240))
+        wrong = sum(stream.text != other.text for stream, other in zip(opened, unbroken, strict=True))
+        return ends, time.monotonic() - begin, [f"{wrong} answers differ"] if wrong else []
+
+    room = ("--max-running-requests", str(streams), "--max-total-tokens", str(256 * streams))
+    return _surviving(f"kill -9 of the {kind}", (*flags, *room), work)
 
 
 def kill_scheduler(streams: int, tokens: int = 100) -> Outcome:

@@ -46,7 +46,7 @@ def shared_tables() -> Counter[str]:
     for module_name, module in sorted(sys.modules.items()):
         if module_name.startswith("tokenyard."):
             for name, value in list(vars(module).items()):
-                if isinstance(value, dict | list | set | deque):
+                if isinstance(value, dict | list | set | deque) and not name.startswith("__"):
                     found[f"{module_name}.{name}"] = len(value)
                 elif hasattr(value, "cache_info"):
                     found[f"{module_name}.{name}"] = value.cache_info().currsize
