@@ -13,6 +13,7 @@ from tokenyard.base.blocks import (
     block_digests,
     link,
     root_digest,
+    state_digests,
     stored_prefix,
 )
 
@@ -97,6 +98,26 @@ def test_what_a_store_has_beyond_what_is_cached():
     assert look_up(known[:9], 3).tokens == 8, "the last token is left to compute"
     assert look_up(known[:9], 6) is None
     assert look_up(known, 3, lambda digests: 0) is None
+
+
+def test_a_prefix_with_states_ends_where_the_store_has_them():
+    known, names = tokens(40), block_digests(tokens(40), ROOT, 4)
+    present = {*names[:8], *state_digests(names[2], 3), *state_digests(names[5], 3)[:2], *state_digests(names[9], 3)}
+
+    def look_up(known, cached=0):
+        def count(digests):
+            return sum(1 for _ in takewhile(present.__contains__, digests))
+
+        return stored_prefix(known, "", cached, 4, count, lambda digests: [], state_blocks=3)
+
+    found = look_up(known, cached=5)
+    assert (found.first, found.found, found.tokens, found.state_blocks) == (1, 5, 12, 3)
+    assert found.digests == names[:3] + state_digests(names[2], 3)
+    assert look_up(known[:12]) is None, "the last token is left to compute"
+    assert look_up(known, cached=12) is None
+    present.add(state_digests(names[5], 3)[2])
+    assert look_up(known).tokens == 24
+    assert not {*state_digests(names[0], 3)} & {*names, *state_digests(names[1], 3)}
 
 
 @given(st.integers(0, 400), st.integers(0, 300), st.integers(0, 400))

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from tests.scheduler.harness import make_info
-from tokenyard.base import KvAvailable, KvLoaded, Load, PagesReleased, Request, SamplingParams, Store, TokenBatch
+from tokenyard.base import (
+    KvAvailable,
+    KvLoaded,
+    Load,
+    PagesReleased,
+    Request,
+    SamplingParams,
+    StateGroup,
+    Store,
+    TokenBatch,
+)
 from tokenyard.base.events import Finish
 from tokenyard.cost import LinearCost, get_profile
 from tokenyard.engine.processes.engine_config import KvStoreConfig
@@ -23,6 +33,9 @@ from tokenyard.sim.kv.disagg_settings import KvStoreSettings
 PAGE, PER_BLOCK, BLOCKS, PAGES = 16, 4, 6, 64
 TIMEOUT_S = 60.0
 INFO = replace(make_info(PAGES, PAGE, 7, 1024), kv_bytes_per_token=8)
+STATE_BYTES = 1200
+"""Of the recurrent states in a slot, which take three blocks."""
+WITH_STATES = replace(INFO, states=StateGroup(8, STATE_BYTES))
 PROMPT = np.arange(64 * BLOCKS, dtype=np.int32)
 
 
@@ -67,6 +80,21 @@ class Pool:
         self.pages[pages] = source[first : first + len(pages)]
 
 
+class Slots:
+    """Recurrent states in memory; slot `n` is full of `n`."""
+
+    slot_bytes = STATE_BYTES
+
+    def __init__(self):
+        self.states = np.repeat(np.arange(8, dtype=np.uint8)[:, None], STATE_BYTES, axis=1)
+
+    def read(self, slot, content):
+        content[:STATE_BYTES] = self.states[slot]
+
+    def write(self, slot, content):
+        self.states[slot] = content[:STATE_BYTES]
+
+
 class RecordingMachine(KvStoreMachine):
     """Writes down what it hears and says, without times."""
 
@@ -95,10 +123,13 @@ def shown(value):
 
 
 class EngineDriver:
-    def __init__(self, store):
-        self.inbox, self.pool = queue.SimpleQueue(), Pool()
+    def __init__(self, store, info):
+        self.inbox, self.pool, self.slots = queue.SimpleQueue(), Pool(), Slots()
+        states = self.slots if info.states else None
         config = KvStoreConfig(backend="disk", timeout_s=TIMEOUT_S, write_mb_s=0.0)
-        self.kv_store = engine_module.KvStoreConnector(config, store, self.pool, Core(), INFO, self.inbox.put)
+        self.kv_store = engine_module.KvStoreConnector(
+            config, store, self.pool, Core(), info, self.inbox.put, states=states
+        )
         self.machine = self.kv_store.machine
 
     def submit(self, request):
@@ -121,10 +152,10 @@ class EngineDriver:
 
 
 class SimDriver:
-    def __init__(self, settings):
+    def __init__(self, settings, info):
         self.calls, self.order, self.applied, self.now = [], count(), [], 0
         self.kv_store = sim_module.SimKvStore(
-            settings, Core(), INFO, cost(), lambda event, now: self.applied.append(event), self.at, None
+            settings, Core(), info, cost(), lambda event, now: self.applied.append(event), self.at, None
         )
         self.machine = self.kv_store.machine
 
@@ -157,9 +188,12 @@ def request(number, tokens):
     return Request(number, f"r{number}", tokens, SamplingParams(max_new_tokens=4))
 
 
-def play(driver):
-    """Offers, hits, misses, a request that ends before its load, and an offer of what is stored."""
-    offer = Store(-1, "", PROMPT, np.arange(BLOCKS * PER_BLOCK, dtype=np.int32))
+def play(driver, source=-1, target=-1):
+    """Offers, hits, misses, a request that ends before its load, and an offer of what is stored.
+
+    source, target: the slots of recurrent states that are stored and loaded.
+    """
+    offer = Store(-1, "", PROMPT, np.arange(BLOCKS * PER_BLOCK, dtype=np.int32), source)
     driver.take(offer)
     driver.until(PagesReleased(-1))
     driver.settle()
@@ -168,14 +202,15 @@ def play(driver):
     assert driver.submit(request(1, longer)).awaits_kv
     driver.until(KvAvailable(1, len(PROMPT)))
     into = np.arange(30, 30 + BLOCKS * PER_BLOCK - 2, dtype=np.int32)
-    driver.take(Load(1, 2 * PAGE, into))
+    driver.take(Load(1, 2 * PAGE, into, target))
     driver.until(KvLoaded(1, len(PROMPT)))
     driver.end(1)
 
     assert not driver.submit(request(2, longer[::-1].copy())).awaits_kv
     half = PROMPT[: 64 * BLOCKS // 2]
-    assert driver.submit(request(3, np.concatenate((half, half)))).awaits_kv
-    driver.until(KvAvailable(3, len(half)))
+    assert driver.submit(request(3, np.concatenate((half, half)))).awaits_kv == (source < 0)
+    if source < 0:
+        driver.until(KvAvailable(3, len(half)))
     driver.end(3)
 
     driver.take(Store(-2, "", longer, np.arange(len(longer) // PAGE, dtype=np.int32)))
@@ -184,21 +219,23 @@ def play(driver):
     return into
 
 
+@pytest.mark.parametrize("info", [INFO, WITH_STATES], ids=["", "states"])
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_both_drivers_tell_and_do_the_same(kind, tmp_path, monkeypatch):
+def test_both_drivers_tell_and_do_the_same(kind, info, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "KvStoreMachine", RecordingMachine)
     monkeypatch.setattr(sim_module, "KvStoreMachine", RecordingMachine)
     block_bytes = PER_BLOCK * Pool.page_bytes
     form = BlockFormat("model", "float32", 64, 1, block_bytes)
     store = MemoryStore(100) if kind == "host" else SlabStore(str(tmp_path), form, 100 * 2 * block_bytes)
-    engine = EngineDriver(store)
+    engine, slots = EngineDriver(store, info), (2, 5) if info.states else ()
     sizes = {"host_gb": 1.0, "disk_gb": 0.0} if kind == "host" else {"disk_gb": 1.0}
-    simulated = SimDriver(KvStoreSettings(**sizes, timeout_s=TIMEOUT_S, write_mb_s=0.0))
-    play(simulated)
-    into = play(engine)
-    assert len(engine.machine.heard) > 10
+    simulated = SimDriver(KvStoreSettings(**sizes, timeout_s=TIMEOUT_S, write_mb_s=0.0), info)
+    play(simulated, *slots)
+    into = play(engine, *slots)
+    assert len(engine.machine.heard) > 8
     assert engine.machine.heard == simulated.machine.heard
     assert engine.machine.counters == simulated.machine.counters
     expected = np.arange(2, BLOCKS * PER_BLOCK, dtype=np.uint8)
     assert (engine.pool.pages[into] == expected[:, None]).all(), "the load brings what was stored"
+    assert (engine.slots.states[5] == (2 if slots else 5)).all()
     engine.kv_store.close()

@@ -385,6 +385,9 @@ class DeviceExecutor:
     def pieces(self, pages):
         return replace(self._executor.pieces(pages), device="cuda:0")
 
+    def device_states(self):
+        raise AssertionError("the model has no recurrent states")
+
     def device_blocks(self):
         return self.device
 

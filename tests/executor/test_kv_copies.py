@@ -1,5 +1,6 @@
 """KV that is copied from and to a device, against the same copies in host memory."""
 
+import math
 import threading
 from types import SimpleNamespace
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tokenyard.executor.kv_copies import DeviceBlocks
+from tokenyard.executor.kv_copies import DeviceBlocks, DeviceStates
 from tokenyard.executor.kv_pool import KvPool
-from tokenyard.kv_layout.layout import PoolView, map_pages
+from tokenyard.executor.state_pool import StatePool
+from tokenyard.kv_layout.layout import PoolView, StateView, map_pages
 from tokenyard.kv_store.store import block_buffer
 
 PAGES, PAGE = 9, 4
@@ -40,6 +42,28 @@ def test_a_block_is_the_same_from_a_device_and_from_memory(device, dtype, planes
     view.scatter(expected, 4, 1, into)
     blocks.scatter(found, 4, 0, into[:0])
     assert torch.equal(there.tensor.cpu(), here.tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(2, 3, 4), (0,)])
+def test_a_state_is_the_same_from_a_device_and_from_memory(device, shape):
+    config = SimpleNamespace(layers=(0, 1, 4), kernel=4, channels=6, state_shape=shape)
+    there, here = (StatePool(config, 5, torch.device(one), torch.bfloat16) for one in (device, "cpu"))
+    for made in (there, here):
+        for tensor in (made.conv, made.recurrent):
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 251)
+    states, view = DeviceStates(there), StateView(map_pages(here.pieces))
+    assert states.slot_bytes == view.slot_bytes == 3 * (3 * 6 * 2 + 4 * math.prod(shape))
+    found, expected = block_buffer(view.slot_bytes), block_buffer(view.slot_bytes)
+    states.read(2, found)
+    view.read(2, expected)
+    assert (found == expected).all()
+    assert found.any()
+    for copies in (states, view):
+        copies.write(4, found)
+    assert torch.equal(there.conv.cpu(), here.conv)
+    assert torch.equal(there.recurrent.cpu(), here.recurrent)
+    assert torch.equal(here.conv[:, 4], here.conv[:, 2])
 
 
 @pytest.mark.parametrize("device", DEVICES)

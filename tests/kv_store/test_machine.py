@@ -1,5 +1,7 @@
 """What the KV store's machine decides, event by event."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -75,6 +77,24 @@ def test_a_request_is_prefetched_then_read():
     assert kv.handle(ReadEnded(2, 9, 0.0), 3) == [Apply(KvLoaded(7, 640))]
     assert (kv.counters.hit_requests, kv.counters.loaded_tokens, kv.loading) == (1, 560, 0)
     assert kv.next_ns() == NEVER_NS
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_kv_without_its_state_is_no_use(missing):
+    kv = KvStoreMachine(
+        KvStoreLimits(), BlockSizes(BLOCK, PAGE, BLOCK_BYTES, FAST_S, SLOW_S, state_blocks=2), COST, GATE
+    )
+    found = replace(stored(12), tokens=640, state_blocks=2)
+    for number, ready in ((7, 12), (8, 11)):
+        kv.handle(Submitted(number, found, 0), 0)
+        expected = 640 if ready == 12 else 0
+        assert kv.handle(Prefetched(number - 6, ready, 0.0), 1)[0] == Apply(KvAvailable(number, expected))
+    wanted = replace(load(7, 10), state_slot=3)
+    assert kv.handle(wanted, 2) == [Read(3, found.digests, 0, 12, wanted)]
+    assert kv.handle(ReadEnded(3, 12 - missing, 0.0), 3) == [Apply(KvLoaded(7, 0 if missing else 640))]
+    assert (kv.counters.failed_loads, kv.counters.loaded_tokens) == (missing, 0 if missing else 640)
+    (gather,) = kv.handle(replace(offer(2), state_slot=3), 4)
+    assert kv.handle(Gathered(gather.op, 4, 4), 5) == [Apply(PagesReleased(-1)), Write(gather.op)]
 
 
 def test_best_effort_waits_for_nothing():

@@ -202,13 +202,14 @@ def check_namespaces(scheduler: Scheduler) -> None:
 
 
 def readers_of_states(scheduler: Scheduler) -> np.ndarray:
-    """How many rows are about to read the checkpoint of each page: those that load KV behind one."""
+    """How many rows and stores are about to read the checkpoint of each page: rows that load KV behind one."""
     memory, table = scheduler.state.memory, scheduler.state.table
     readers = np.zeros(memory.num_pages + 1, np.int32)
     for row in scheduler.state.admitted_rows().tolist():
-        cached = int(table.cached[row])
-        if table.request_state(row).fresh and cached:
+        cached, request_state = int(table.cached[row]), table.request_state(row)
+        if request_state.fresh and cached and not request_state.state_loaded:
             readers[memory.pool.page_table[table.pool_row[row], cached // memory.page_size - 1]] += 1
+    np.add.at(readers, memory.held_checkpoints, 1)
     return readers
 
 

@@ -168,14 +168,14 @@ def _add_windows(draw: random.Random, program: Program) -> None:
 
 
 def _add_states(draw: random.Random, program: Program) -> None:
-    """In one program of five without windows and KV from elsewhere, some layers have a recurrent state."""
+    """In one program of five without windows, some layers have a recurrent state."""
     moves = any({"awaits_kv", "handover"} & job.fields.keys() for job in program.jobs)
     stored = program.settings.get("enable_hierarchical_cache")
-    if program.windows is not None or moves or stored or draw.random() < 0.8:
+    if program.windows is not None or draw.random() < (0.5 if moves or stored else 0.8):
         return
     program.states = StateGroup(draw.choice((0, 1, 4, 40)), track_interval=draw.choice((1, 5, 16)))
     program.settings["mamba_retention_policy"] = draw.choice(("worth", "worth", "last", "per-path"))
-    if draw.random() < 0.5:
+    if draw.random() < 0.5 and not (moves or stored):
         slot_pages = draw.choice((1, 2, 5))
         program.states = replace(program.states, num_slots=program.pages // slot_pages, slot_pages=slot_pages)
 

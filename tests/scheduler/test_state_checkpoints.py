@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from tests.scheduler.harness import Yard, make_info
-from tokenyard.base import ConfigError, SamplingParams, SchedulerSettings, StateGroup, StopFound
+from tokenyard.base import SamplingParams, SchedulerSettings, StateGroup, StopFound
 from tokenyard.cache.radix_cache import RadixCache
 from tokenyard.cache.state_checkpoints import StateCheckpoints
 from tokenyard.executor.mock import FixedStepCost, MockExecutor
 from tokenyard.policy.state_retention import STATE_RETENTIONS, LastState
-from tokenyard.scheduler import Scheduler
 
 
 def make_yard(
@@ -169,11 +168,6 @@ def test_all_of_many_rows_that_decode_together_keep_the_state_of_their_answer():
     yard.check()
     hits = [ask(yard, prompt + yard.tokens[number] + [5])[0] for prompt, number in zip(prompts, numbers, strict=True)]
     assert hits == [24] * 40
-
-
-def test_a_kv_store_is_refused():
-    with pytest.raises(ConfigError, match="recurrent states"):
-        Scheduler(SchedulerSettings(enable_hierarchical_cache=True), make_info(states=StateGroup(4)))
 
 
 def test_an_interval_that_is_no_multiple_of_the_page_size_is_an_error():

@@ -14,10 +14,11 @@ from tokenyard.base import (
     Resume,
     SamplingParams,
     SchedulerSettings,
+    StateGroup,
     Store,
 )
-from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, root_digest
-from tokenyard.kv_layout.layout import PoolView, map_pages
+from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, root_digest, state_digests, stored_prefix
+from tokenyard.kv_layout.layout import PoolView, StateView, map_pages
 from tokenyard.kv_store.store import MemoryStore, block_buffer
 
 PAGE = 16
@@ -25,7 +26,7 @@ CONTEXT = 512
 PER_BLOCK = BLOCK_TOKENS // PAGE
 
 
-def make_yard(pages: int = 128, **changes) -> Yard:
+def make_yard(pages: int = 128, states: StateGroup | None = None, **changes) -> Yard:
     settings = SchedulerSettings(
         **{
             "page_size": PAGE,
@@ -36,7 +37,7 @@ def make_yard(pages: int = 128, **changes) -> Yard:
         }
         | changes
     )
-    return Yard(settings, make_info(pages, settings.page_size, 7, CONTEXT), answer_tokens=(8, 20))
+    return Yard(settings, make_info(pages, settings.page_size, 7, CONTEXT, states=states), answer_tokens=(8, 20))
 
 
 def prompt(tokens: int = 200, seed: int = 1) -> list[int]:
@@ -55,6 +56,8 @@ class Below:
         self.yard = yard
         self.store = MemoryStore(10_000) if store is None else store
         self.pool = PoolView(map_pages(yard.executor.pieces), yard.scheduler.state.memory.num_pages)
+        self.states = StateView(map_pages(yard.executor.state_pieces))
+        self.has_states = yard.scheduler.state.memory.states is not None
         self.block = block_buffer(PER_BLOCK * self.pool.page_bytes)
         self.offers: list[Store] = []
         self.loads: list[Load] = []
@@ -62,8 +65,11 @@ class Below:
 
     def submit(self, tokens: list[int], **fields) -> int:
         """Submit a prompt as an engine does that looks into its store."""
-        digests = block_digests(np.array(tokens, np.int32), root_digest(namespace(**fields)))
-        reach = self.store.count_stored(digests) * BLOCK_TOKENS
+        known, name = np.array(tokens, np.int32), namespace(**fields)
+        digests = block_digests(known, root_digest(name))
+        lookups = self.store.count_stored, self.store.find_slow
+        stored = stored_prefix(known, name, 0, BLOCK_TOKENS, *lookups, int(self.has_states))
+        reach = stored.tokens if stored else 0
         number = self.yard.submit(tokens, awaits_kv=reach > 0, **fields)
         self.digests[number] = digests
         if reach:
@@ -81,6 +87,9 @@ class Below:
             if not self.store.count_stored([digest]):
                 self.pool.gather(offer.pages[place * PER_BLOCK :][:PER_BLOCK], self.block)
                 self.store.put(digest, self.block)
+        if offer.state_slot >= 0 and not fails:
+            self.states.read(offer.state_slot, self.block)
+            self.store.put(*state_digests(digests[-1], 1), self.block)
         self.yard.apply(PagesReleased(offer.number))
 
     def bring(self, load: Load, most: int = CONTEXT) -> None:
@@ -92,6 +101,11 @@ class Below:
                 break
             self.pool.scatter(self.block, PER_BLOCK, page, load.pages[index : index + 1])
             at += PAGE
+        if load.state_slot >= 0 and at == load.start + len(load.pages) * PAGE:
+            if self.store.get(*state_digests(self.digests[load.number][at // BLOCK_TOKENS - 1], 1), self.block):
+                self.states.write(load.state_slot, self.block)
+            else:
+                at = load.start
         self.yard.apply(KvLoaded(load.number, at))
 
     def serve(self, number: int) -> list[int]:
@@ -126,12 +140,54 @@ def test_stored_blocks_serve_a_restarted_scheduler():
         assert below.yard.scheduler.flush(below.yard.now)
 
 
-def test_names_of_blocks_depend_on_the_name_space():
+def test_a_checkpoint_comes_back_with_the_kv_of_its_prefix():
     tokens = prompt()
-    below = Below(make_yard())
+    first = Below(make_yard(states=StateGroup(4, track_interval=500)))
+    answer = first.serve(first.submit(tokens, max_new=12))
+    names = block_digests(np.array(tokens, np.int32))
+    assert first.store.blocks == 4
+    assert first.store.count_stored(names + state_digests(names[-1], 1)) == 4
+
+    second = Below(make_yard(states=StateGroup(4, track_interval=500)), first.store)
+    numbers = [second.submit(tokens, max_new=12) for _ in range(2)]
+    loads = 0
+    while second.yard.scheduler.has_work:
+        second.yard.advance()
+        second.collect()
+        loads += len(second.loads)
+        while second.loads:
+            second.bring(second.loads.pop())
+        second.yard.check()
+    assert [second.yard.tokens[number] for number in numbers] == [answer] * 2
+    assert [second.yard.finished[number].cached_tokens for number in numbers] == [192] * 2
+    assert loads == 1, "one loads, and the other continues from a copy of its state"
+    for offer in second.offers:
+        second.keep(offer)
+    assert second.yard.scheduler.idle() is None
+    assert second.yard.scheduler.flush(second.yard.now)
+
+
+def test_kv_without_its_state_is_computed():
+    tokens, states = prompt(), StateGroup(4, track_interval=64)
+    first = Below(make_yard(states=states))
+    answer = first.serve(first.submit(tokens, max_new=12))
+    second = Below(make_yard(states=states), first.store)
+    number = second.submit(tokens, max_new=12)
+    second.yard.advance()
+    second.collect()
+    first.store.clear()
+    second.bring(second.loads.pop())
+    assert second.serve(number) == answer
+    assert second.yard.finished[number].cached_tokens == 0
+
+
+@pytest.mark.parametrize("states", [None, StateGroup(4, track_interval=64)])
+def test_names_of_blocks_depend_on_the_name_space(states):
+    tokens = prompt()
+    below = Below(make_yard(states=states))
     below.serve(below.submit(tokens, cache_salt="one"))
     assert below.store.count_stored(block_digests(np.array(tokens, np.int32))) == 0
-    other = Below(make_yard(), below.store)
+    other = Below(make_yard(states=states), below.store)
     assert not other.yard.scheduler.state.table.loadable_tokens[
         other.yard.scheduler.state.table.row_of(other.submit(tokens))
     ]

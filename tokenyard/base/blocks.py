@@ -56,6 +56,14 @@ def chain(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
     return digests
 
 
+def state_digests(prefix: bytes, count: int) -> list[bytes]:
+    """The digests of the `count` blocks with the recurrent states after a prefix, whose last block is `prefix`."""
+    return [
+        blake2b(prefix + part.to_bytes(4, "little"), digest_size=DIGEST_BYTES, person=b"state").digest()
+        for part in range(count)
+    ]
+
+
 def touch_all(order: OrderedDict[bytes, Any], digests: list[bytes]) -> None:
     """Mark `digests` as recently used in an LRU order. The last block of a chain is evicted before the first."""
     for digest in reversed(digests):
@@ -68,17 +76,21 @@ class StoredPrefix:
     """The part of a sequence that a KV store has."""
 
     digests: list[bytes]
-    """The names of the sequence's blocks, from its beginning to the end of that part at least."""
+    """The names of the sequence's blocks, from its beginning to the end of that part at least. With `state_blocks` they
+    end there, and those of the states follow."""
     first: int
     """The first block that was looked up."""
     found: int
-    """How many consecutive blocks from `first` on the store has."""
+    """How many consecutive blocks from `first` on the store has, those of states among them."""
     tokens: int
     """How many tokens of the sequence can be loaded, counted from its beginning."""
     fast: int
     """How many of the found blocks, from `first` on, are in host memory."""
     slow: int
     """How many of the found blocks are not in host memory."""
+    state_blocks: int = 0
+    """The last ones of the found blocks, which have the recurrent states after `tokens` tokens. All or none is loaded
+    then."""
 
 
 def stored_prefix(
@@ -88,12 +100,16 @@ def stored_prefix(
     block_tokens: int,
     count_stored: Callable[[list[bytes]], int],
     find_slow: Callable[[list[bytes]], list[int]],
+    state_blocks: int = 0,
 ) -> StoredPrefix | None:
     """The part of a sequence's `known` tokens (int32[n]) beyond the first `cached` that a KV store has.
 
     None for less than a block. `count_stored` returns how many blocks of a chain the store has from its beginning on,
     `find_slow` the places of those that are not in host memory. The last token is always left to compute. Tokens are
     hashed in pieces, and no further than the store has them.
+
+    state_blocks: how many blocks the recurrent states of a prefix take, 0 for a model without. A row can continue only
+    behind a prefix whose states are there, so the part ends with the last of these.
     """
     if len(known) - 1 - cached < block_tokens:
         return None
@@ -106,11 +122,22 @@ def stored_prefix(
         parent = digests[-1]
         found += count_stored(digests[found:])
     tokens = min(found * block_tokens, len(known) - 1)
+    states: list[bytes] = []
+    if state_blocks:
+        found = min(found, (len(known) - 1) // block_tokens)
+        while found > first and not states:
+            names = state_digests(digests[found - 1], state_blocks)
+            if count_stored(names) == state_blocks:
+                states = names
+            else:
+                found -= 1
+        digests, tokens = digests[:found] + states, found * block_tokens
+        found += len(states)
     if tokens - cached < block_tokens:
         return None
     slow = find_slow(digests[first:found])
     fast = slow[0] if slow else found - first
-    return StoredPrefix(digests, first, found - first, tokens, fast, len(slow))
+    return StoredPrefix(digests, first, found - first, tokens, fast, len(slow), len(states))
 
 
 def tokens_per_block(page_size: int) -> int:

@@ -221,6 +221,11 @@ class Executor(Protocol):
     def pieces(self, pages: Int32Array) -> KvPieces:
         """The addresses of the KV of pages (int32[n]), for transfer and stores. Steps in flight may still write it."""
 
+    def state_pieces(self, slots: Int32Array) -> KvPieces:
+        """The addresses of the recurrent states in slots (int32[n]), as `pieces` has those of KV; of a model without
+        there are no pieces.
+        """
+
     def close(self) -> None:
         """Release the device."""
 
@@ -250,12 +255,29 @@ class BlockPool(Protocol):
         """Copy pages `first`, `first + 1`, ... of a block of `pages_in_block` into `pages` (int32[n])."""
 
 
+class StateSlots(Protocol):
+    """The slots of recurrent states, in any memory, whose bytes are copied out and in."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the states in one slot."""
+
+    def read(self, slot: int, content: UInt8Array) -> None:
+        """Copy the states in a slot into `content` (uint8[at least slot_bytes])."""
+
+    def write(self, slot: int, content: UInt8Array) -> None:
+        """Set the states in a slot from the bytes that `read` gave."""
+
+
 @runtime_checkable
 class DeviceExecutor(Executor, Protocol):
     """An executor whose KV pool is not in this process's memory."""
 
     def device_blocks(self) -> BlockPool:
         """Copies between the pool and host memory. Raises ConfigError if the executor does not support them."""
+
+    def device_states(self) -> StateSlots:
+        """The same of recurrent states, which the model has."""
 
 
 class CostModel(Protocol):

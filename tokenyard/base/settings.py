@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tokenyard.base.blocks import tokens_per_block
 from tokenyard.base.declare import check_declared, check_rules, setting
 from tokenyard.base.errors import ConfigError
 from tokenyard.base.ranges import (
@@ -321,9 +322,17 @@ class SharedSettings:
 
     @property
     def shares_state_memory(self) -> bool:
-        """Whether checkpoints of recurrent states and KV share one pool, divided by worth."""
+        """Whether checkpoints of recurrent states and KV share one pool, divided by worth.
+
+        A KV store copies while steps run: its pages must not be those of a checkpoint that a step may yet write.
+        """
         by_worth = self.mamba_retention_policy == "worth" and self.radix_eviction_policy == "lru"
-        return by_worth and self.max_mamba_cache_size is None
+        return by_worth and self.max_mamba_cache_size is None and not self.enable_hierarchical_cache
+
+    @property
+    def checkpoint_unit(self) -> int:
+        """Checkpoints of recurrent states lie after multiples of so many tokens: pages, or blocks of the KV store."""
+        return tokens_per_block(self.page_size) if self.enable_hierarchical_cache else self.page_size
 
     @property
     def uses_priorities(self) -> bool:

@@ -82,8 +82,9 @@ class SharedPages(Protocol):
 class StateCheckpoints(PrefixListener):
     """The checkpoint slot of each page, for the layers of a model with a recurrent state.
 
-    interval: a decoding row saves its state every so many tokens (SGLang's `mamba_track_interval`), a multiple of the
-        page size.
+    unit: checkpoints lie after multiples of so many tokens, whole pages.
+    interval: a decoding row saves its state every so many tokens (SGLang's `mamba_track_interval`), a multiple of
+        `unit`.
     of: int32[num_pages + 1], the slot (from 1 on) of the state after the prefix that ends with each page, 0 for none.
     users: int32[num_pages + 1], how many rows are about to read that slot.
     evictable: slots without users.
@@ -111,11 +112,15 @@ class StateCheckpoints(PrefixListener):
         retention: StateRetention,
         slot_pages: int = 0,
         shared: SharedPages | None = None,
+        unit: int = 0,
     ) -> None:
-        """slot_pages: pages of `shared` that a checkpoint takes; 0 where checkpoints have memory of their own."""
+        """slot_pages: pages of `shared` that a checkpoint takes; 0 where checkpoints have memory of their own.
+        unit: 0 for one page.
+        """
         if interval < 1 or interval % page_size:
             raise ValueError(f"a row cannot save its state every {interval} tokens with pages of {page_size}")
         self.page_size = page_size
+        self.unit = unit or page_size
         self.num_slots = num_slots
         self.interval = interval
         self.slot_tokens = slot_pages * page_size
@@ -191,12 +196,16 @@ class StateCheckpoints(PrefixListener):
 
     def retain(self, page: int) -> None:
         """A row will read the checkpoint of `page`, which is in the tree."""
-        self.evictable -= int(self.users[page] == 0)
-        self.users[page] += 1
+        self.pin(page)
         self._touch(int(self.of[page]))
 
+    def pin(self, page: int) -> None:
+        """Keep the checkpoint of `page`, which is in the tree, until `release`."""
+        self.evictable -= int(self.users[page] == 0)
+        self.users[page] += 1
+
     def release(self, page: int) -> None:
-        """Undo one `retain`."""
+        """Undo one `retain` or `pin`."""
         self.users[page] -= 1
         self.evictable += int(self.users[page] == 0)
 
@@ -237,6 +246,19 @@ class StateCheckpoints(PrefixListener):
             self.evictable += 1
             self._touch(slot)
         return pages is not None
+
+    def save_cached(self, page: int, tokens: int, node: Any) -> bool:
+        """`save` for the state after `page` of the tree; False if that has one, or none is worth less.
+
+        node: of the tree, at `page` or below it.
+        """
+        if self.of[page] or not self.save(page, tokens, saved=tokens):
+            return False
+        while node.parent.depth_tokens >= tokens:
+            node = node.parent
+        self._joined(int(self.of[page]), node)
+        self._tell(np.array([page], np.int32))
+        return True
 
     def track(self, pool_row: int, page: int, tokens: int = 0, saved: int = 0, after: int = 0) -> bool:
         """`save` for a row that decodes, which keeps the last two of such states.
@@ -291,8 +313,7 @@ class StateCheckpoints(PrefixListener):
         per_byte: see `StateRetention.values`; without memory in common with KV, only checkpoints are then considered
         at which evictable KV ends. Returns whether there was one.
         """
-        slots = np.flatnonzero(self.page).astype(np.int32)
-        slots = slots[self.users[self.page[slots]] == 0]
+        slots = self._idle_slots()
         if per_byte and self._shared is None:
             slots = np.array([slot for slot in slots.tolist() if self._ends_evictable(slot)], np.int32)
         if not len(slots):
@@ -303,6 +324,18 @@ class StateCheckpoints(PrefixListener):
             return False
         self._evict(int(slots[best]))
         return True
+
+    def next_evicted(self, count: int) -> Int32Array:
+        """The pages (int32[at most count]) whose checkpoints are evicted first."""
+        slots = self._idle_slots() if count > 0 else np.empty(0, np.int32)
+        order = np.lexsort((self.rank[slots], self.retention.values(self, slots, False)))
+        found: Int32Array = self.page[slots[order[:count]]].astype(np.int32)
+        return found
+
+    def _idle_slots(self) -> Int32Array:
+        slots = np.flatnonzero(self.page).astype(np.int32)
+        idle: Int32Array = slots[self.users[self.page[slots]] == 0]
+        return idle
 
     def check(self, users: Int32Array) -> None:
         """Raise AssertionError if the accounting is wrong. O(pages); for tests.

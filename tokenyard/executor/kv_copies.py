@@ -9,6 +9,7 @@ import torch
 from tokenyard.base import Int32Array
 from tokenyard.executor.cuda_streams import copy_stream
 from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.state_pool import StatePool
 
 
 class _ThreadStaging(threading.local):
@@ -31,6 +32,37 @@ class _ThreadStaging(threading.local):
         """Wait for the copies of this thread."""
         if self.stream is not None:
             self.stream.synchronize()
+
+
+class DeviceStates:
+    """The slots of recurrent states on a device, copied as `DeviceBlocks` copies pages; see `base.StateSlots`."""
+
+    def __init__(self, states: StatePool) -> None:
+        self._tensors = states.conv, states.recurrent
+        self._staging = _ThreadStaging(states.conv.device)
+        self.slot_bytes = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in self._tensors)
+
+    def read(self, slot: int, content: npt.NDArray[np.uint8]) -> None:
+        """Copy the states in a slot into `content` (uint8[at least slot_bytes])."""
+        staging = self._staging.memory(self.slot_bytes)
+        with torch.cuda.stream(self._staging.stream):
+            found = torch.cat([tensor[:, slot].flatten().view(torch.uint8) for tensor in self._tensors])
+            staging.copy_(found, non_blocking=True)
+        self._staging.wait()
+        content[: self.slot_bytes] = staging.numpy()
+
+    def write(self, slot: int, content: npt.NDArray[np.uint8]) -> None:
+        """Set the states in a slot from the bytes that `read` gave."""
+        staging = self._staging.memory(self.slot_bytes)
+        staging.numpy()[:] = content[: self.slot_bytes]
+        with torch.cuda.stream(self._staging.stream):
+            given = staging.to(self._tensors[0].device, non_blocking=True)
+            for tensor in self._tensors:
+                size = tensor[:, slot].numel() * tensor.itemsize
+                # A copy, because a view of another type needs bytes that are aligned for it.
+                tensor[:, slot] = given[:size].clone().view(tensor.dtype).view_as(tensor[:, slot])
+                given = given[size:]
+        self._staging.wait()
 
 
 class DeviceBlocks:

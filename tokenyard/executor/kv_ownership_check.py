@@ -155,6 +155,11 @@ class _States:
         for pool_row, (_, end) in spans.items():
             self._marks[pool_row] = rows[pool_row].marks[end - 1]
 
+    def pieces(self, slots: Int32Array) -> KvPieces:
+        """Return where the marks in slots lie."""
+        size = self._marks.itemsize
+        return KvPieces(self._marks.ctypes.data + slots.astype(np.int64)[:, None] * size, size, "cpu")
+
     def confirm(self, pool_row: int, mark: np.uint64) -> None:
         """Take the drafts into a row's state that were right; `mark` is that of the last of them."""
         self._marks[pool_row] = mark
@@ -233,6 +238,12 @@ class KvCheck:
         slots = self._groups[0].slots
         page_bytes = self._info.page_size * slots.itemsize
         return KvPieces(slots.ctypes.data + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, "cpu")
+
+    def state_pieces(self, slots: Int32Array) -> KvPieces:
+        """Return where the marks of states lie."""
+        if self._states is None:
+            return KvPieces(np.zeros((len(slots), 0), np.int64), 0, "cpu")
+        return self._states.pieces(slots)
 
     def _check_tokens(self, step: int, pool_row: int, start: int, tokens: Int32Array) -> None:
         row = self._rows.get(pool_row)

@@ -217,6 +217,12 @@ class MockExecutor:
             return KvPieces(np.zeros((len(pages), 0), dtype=np.int64), 0, "cpu")
         return self._kv.pieces(pages)
 
+    def state_pieces(self, slots: Int32Array) -> KvPieces:
+        """Return where the marks of states lie; there are none without `check_kv`."""
+        if self._kv is None:
+            return KvPieces(np.zeros((len(slots), 0), dtype=np.int64), 0, "cpu")
+        return self._kv.state_pieces(slots)
+
     def close(self) -> None:
         """Forget all rows."""
         self._starts.clear()

@@ -28,7 +28,7 @@ from tokenyard.executor.drafter import Choose, Drafter, accepted_runs, drafts_to
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import DelayedSamplingRows, FutureMap
 from tokenyard.executor.grammar import GrammarCache, GrammarRows
-from tokenyard.executor.kv_copies import DeviceBlocks
+from tokenyard.executor.kv_copies import DeviceBlocks, DeviceStates
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.lora_manager import LoraManager
 from tokenyard.executor.models.model_backend import ModelBackend, ReleasedModel
@@ -279,14 +279,23 @@ class ModelExecutor:
         return self._updates.rows(name, rows)
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Say where the KV of pages lies; see Executor. Raises ConfigError for a model with recurrent states."""
-        if self._states is not None:
-            raise ConfigError("KV of models with recurrent states cannot be moved; start without --disaggregation-mode")
+        """Say where the KV of pages lies; see Executor."""
         return self.kv_pool.pieces(pages)
+
+    def state_pieces(self, slots: Int32Array) -> KvPieces:
+        """Say where the recurrent states in slots lie; see Executor."""
+        if self._states is None:
+            return KvPieces(np.zeros((len(slots), 0), np.int64), 0, str(self._device))
+        return self._states.pieces(slots)
 
     def device_blocks(self) -> DeviceBlocks:
         """Copies of KV between the device and host memory."""
         return DeviceBlocks(self.kv_pool)
+
+    def device_states(self) -> DeviceStates:
+        """Copies of recurrent states between the device and host memory."""
+        assert self._states is not None
+        return DeviceStates(self._states)
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tokenyard.base import Int32Array, StepPlan
+from tokenyard.base import Int32Array, KvPieces, StepPlan
 from tokenyard.base.protocols import MAX_STATE_SAVES
 from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
@@ -116,6 +116,17 @@ class StatePool:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the states of one layer, by slot."""
         return self.conv[index], self.recurrent[index]
+
+    def pieces(self, slots: Int32Array) -> KvPieces:
+        """Return where the states in slots (int32[n]) lie, in pieces of one size: those of all convolutions first."""
+        parts = [states for states in (self.conv, self.recurrent) if states.numel()]
+        sizes = [states.stride(1) * states.itemsize for states in parts]
+        piece, columns = math.gcd(*sizes), []
+        for states, nbytes in zip(parts, sizes, strict=True):
+            layers = states.data_ptr() + np.arange(len(states)) * (states.stride(0) * states.itemsize)
+            origins = (layers[:, None] + np.arange(0, nbytes, piece)).ravel()
+            columns.append(origins + slots.astype(np.int64)[:, None] * nbytes)
+        return KvPieces(np.concatenate(columns, axis=1), piece, str(self.conv.device))
 
     def prepare(self, plan: StepPlan) -> StateBatch:
         """Apply a plan's copies; return what its forward pass reads and writes."""

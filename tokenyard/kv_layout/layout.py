@@ -1,6 +1,7 @@
 """The addresses of the KV of pages, and the segments of memory that a copy between two engines covers."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +157,42 @@ class PoolView:
     def _shaped(self, block: npt.NDArray[np.uint8], pages: int) -> npt.NDArray[Any]:
         size = self.page_bytes * pages
         return block[:size].view(self._kind).reshape(self._pieces, pages)
+
+
+class StateView:
+    """The slots of recurrent states in this process's memory, whose bytes are copied out and in; see
+    `base.StateSlots`.
+    """
+
+    def __init__(self, slots: PageMap) -> None:
+        """slots: where the slots lie; each is a page of this map."""
+        self.slot_bytes = slots.page_bytes
+        breaks = np.flatnonzero(np.diff(slots.origins) != slots.nbytes) + 1
+        cuts = [0, *breaks.tolist(), len(slots.origins)]
+        # Pieces that follow each other in memory are copied together.
+        self._pieces = [
+            (int(slots.origins[first]), int(slots.strides[first]), (end - first) * slots.nbytes)
+            for first, end in itertools.pairwise(cuts)
+            if end > first
+        ]
+
+    def read(self, slot: int, content: npt.NDArray[np.uint8]) -> None:
+        """Copy the states in a slot into `content` (uint8[at least slot_bytes])."""
+        begin = 0
+        for run in self._memory(slot):
+            content[begin : begin + len(run)] = run
+            begin += len(run)
+
+    def write(self, slot: int, content: npt.NDArray[np.uint8]) -> None:
+        """Set the states in a slot from the bytes that `read` gave."""
+        begin = 0
+        for run in self._memory(slot):
+            run[:] = content[begin : begin + len(run)]
+            begin += len(run)
+
+    def _memory(self, slot: int) -> Iterator[npt.NDArray[np.uint8]]:
+        for origin, stride, length in self._pieces:
+            yield np.asarray(_MemoryView(origin + slot * stride, (length,), "|u1", (1,)))
 
 
 def _evenly_spaced(origins: Int64Array) -> list[slice]:

@@ -65,6 +65,8 @@ class BlockSizes:
     """Seconds to read a block from the store behind host memory; 0.0 if there is none."""
     stages_in_store: bool = False
     """Whether staging memory is a store in front of another one."""
+    state_blocks: int = 0
+    """Blocks that the recurrent states of one prefix take; 0 for a model without."""
 
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -204,7 +206,8 @@ class Read:
 
     op: int
     digests: list[bytes]
-    """The blocks from the beginning of the prompt to the end of the run. All of them were used."""
+    """The blocks from the beginning of the prompt to the end of the run. All of them were used. The last ones have the
+    recurrent states after the load's tokens, if it has a slot for these."""
     first: int
     """Where in `digests` the run begins: the block of token `load.start`."""
     ready: int
@@ -312,7 +315,7 @@ class _Offer:
 
     offer: Store
     blocks: int
-    """Whole blocks that it has."""
+    """Whole blocks that it has, those of recurrent states last."""
     next: int = 0
     """Blocks from the first on that the store has or that were staged."""
     op: int = 0
@@ -486,6 +489,8 @@ class KvStoreMachine:
             return []
         request.ready = event.blocks
         tokens = min((stored.first + event.blocks) * self.sizes.block_tokens, stored.tokens) if event.blocks else 0
+        if stored.state_blocks and event.blocks < stored.found:
+            tokens = 0
         if tokens:
             self.counters.hit_requests += 1
         else:
@@ -500,7 +505,9 @@ class KvStoreMachine:
         size, tokens = self.sizes.block_tokens, len(event.pages) * self.sizes.page_size
         request.load = event
         op = self._begin(request, tokens, now)
-        digests = request.stored.digests[: -(-(event.start + tokens) // size)]
+        digests = request.stored.digests
+        if not request.stored.state_blocks:
+            digests = digests[: -(-(event.start + tokens) // size)]
         return [Read(op, digests, event.start // size, request.stored.first + request.ready, event)]
 
     def _read_ended(self, event: ReadEnded, now: int) -> list[KvStoreAction]:
@@ -508,11 +515,13 @@ class KvStoreMachine:
         load, size, counters = request.load, self.sizes.block_tokens, self.counters
         assert load is not None
         end = load.start + len(load.pages) * self.sizes.page_size
-        first, blocks = load.start // size, -(-end // size) - load.start // size
+        first, blocks = load.start // size, -(-end // size) - load.start // size + request.stored.state_blocks
         if event.blocks:
             unready = 0 if request.ready >= request.stored.found else request.stored.slow
             self._learn(event.blocks, min(unready, event.blocks), event.seconds)
         loaded_end = min(end, (first + event.blocks) * size) if event.blocks else load.start
+        if request.stored.state_blocks and event.blocks < blocks:
+            loaded_end = load.start
         counters.loaded_tokens += loaded_end - load.start
         counters.loaded_bytes += (loaded_end - load.start) * self.sizes.block_bytes // size
         if event.blocks < blocks and not request.ended:
@@ -558,7 +567,7 @@ class KvStoreMachine:
         """
         if self._loads_faster(stored, cached):
             return stored
-        if not 0 < stored.fast < stored.found:
+        if stored.state_blocks or not 0 < stored.fast < stored.found:
             return None
         tokens = min((stored.first + stored.fast) * self.sizes.block_tokens, stored.tokens)
         cut = replace(stored, found=stored.fast, slow=0, tokens=tokens)
@@ -580,7 +589,8 @@ class KvStoreMachine:
     # ---- storing --------------------------------------------------------------------------------------------------
 
     def _offered(self, event: Store, now: int) -> list[KvStoreAction]:
-        offer = _Offer(event, len(event.tokens) // self.sizes.block_tokens)
+        states = self.sizes.state_blocks if event.state_slot >= 0 else 0
+        offer = _Offer(event, len(event.tokens) // self.sizes.block_tokens + states)
         waits = self._stuck or now < self._limit.paused_until_ns
         if not offer.blocks or (waits and not self.sizes.stages_in_store):
             return [self._release(offer)]

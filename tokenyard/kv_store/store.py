@@ -14,7 +14,10 @@ from tokenyard.base.blocks import touch_all
 from tokenyard.kv_layout.checksum import Checksum
 
 Block = npt.NDArray[np.uint8]
-"""The KV of a block, uint8[padded(block_bytes)], in the layout of `kv_layout.layout.PoolView`, then zeros."""
+"""The KV of a block, uint8[padded(block_bytes)], in the layout of `kv_layout.layout.PoolView`, then zeros.
+
+Or a part of the recurrent states after a prefix.
+"""
 
 
 PADDED = 512
@@ -44,7 +47,7 @@ class StoreFullError(TokenyardError):
     code = "store_full"
 
 
-class BlockFormat(msgspec.Struct, frozen=True):
+class BlockFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """The format of blocks. Engines with equal formats can share blocks.
 
     model: digest of weights and config.
@@ -52,6 +55,7 @@ class BlockFormat(msgspec.Struct, frozen=True):
     block_tokens: tokens per block.
     pieces: pieces per block (layers, keys and values).
     block_bytes: bytes per block.
+    state_bytes: bytes of the recurrent states after a prefix, which take whole blocks; 0 for a model without.
     """
 
     model: str
@@ -59,6 +63,7 @@ class BlockFormat(msgspec.Struct, frozen=True):
     block_tokens: int
     pieces: int
     block_bytes: int
+    state_bytes: int = 0
 
 
 @dataclass(slots=True)

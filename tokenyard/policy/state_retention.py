@@ -86,10 +86,10 @@ class WorthOfStates(StatesPerPath):
 
     ranks_kv = True
 
-    def __init__(self, page_size: int = 1) -> None:
+    def __init__(self, unit: int = 1) -> None:
+        """unit: checkpoints lie after multiples of so many tokens."""
         super().__init__(-1)
-        # A checkpoint is of whole pages, whatever their size.
-        self._spacing = -(-SPACING_TOKENS // page_size) * page_size
+        self._spacing = -(-SPACING_TOKENS // unit) * unit
         # By kind, whether a deeper checkpoint follows, and whether it was hit before.
         # A prompt that continues another one continues at the deeper checkpoint, unless it was seen to branch off.
         self._returns = ReturnTimes(4 * _KINDS, rare=[4 * kind + 2 for kind in (PROMPT, ANSWER, SPACED)])
@@ -146,5 +146,5 @@ def create_state_retention(settings: SchedulerSettings) -> StateRetention:
     if name == "per-path":
         return StatesPerPath(settings.mamba_max_states_per_path)
     if name == "worth":
-        return WorthOfStates(settings.page_size)
+        return WorthOfStates(settings.checkpoint_unit)
     raise ConfigError(f"--mamba-retention-policy is {name!r}; it must be one of {', '.join(STATE_RETENTIONS)}")

@@ -1,7 +1,8 @@
 """Which prefixes of the tree go to the KV store, and when: the core's half of a hierarchical cache.
 
 A node of the tree is offered once, as a `Store` of everything from the root to its end, so that stored prefixes have no
-gap; the store copies what it lacks. The pages are locked until `PagesReleased`. At most the part `_MAX_SHARE` of the
+gap; the store copies what it lacks. Of a model with recurrent states a checkpoint is offered, with the KV of its prefix
+(`StateStoreQueue`). The pages are locked until `PagesReleased`. At most the part `_MAX_SHARE` of the
 pool's tokens is locked at a time, or a single larger offer. The rest waits in the tree; if it is evicted meanwhile, it
 is not stored.
 """
@@ -56,7 +57,7 @@ class KvStoreQueue:
         self._policy = settings.hicache_write_policy
         self._block = tokens_per_block(settings.page_size)
         # Ordered sets: what is iterated must not depend on addresses.
-        self._waiting: dict[Any, None] = {}
+        self._waiting: dict[Any, int | None] = {}
         self._offered: set[Any] = set()
         self._locked: dict[int, int] = {}
         self._locked_tokens = 0
@@ -111,11 +112,16 @@ class KvStoreQueue:
         offers = []
         most = self._memory.num_pages * self._memory.page_size // _MAX_SHARE
         while self._waiting:
-            node = next(iter(self._waiting))
-            if self._locked and self._locked_tokens + node.depth_tokens > most:
+            first = next(iter(self._waiting))
+            if self._locked and self._locked_tokens + self._tokens(first) > most:
                 break
-            offers.append(self._lock(node))
+            offers.append(self._lock(first))
         return offers
+
+    def _tokens(self, node: Any) -> int:
+        """The tokens of the offer of `node`, which waits."""
+        tokens: int = node.depth_tokens
+        return tokens
 
     def enqueue_all(self) -> None:
         """Queue every node that was not offered. Called as the engine ends."""
@@ -140,8 +146,11 @@ class KvStoreQueue:
             if swap.attempts < _MAX_ATTEMPTS and self._memory.tree.peek(swap.key, swap.namespace) < swap.tokens:
                 left.append(swap)
             else:
-                self._enqueue(self._memory.tree.match(swap.key, swap.namespace).node)
+                self._enqueue_prefix(swap)
         self._swaps = left
+
+    def _enqueue_prefix(self, swap: SwappedPrefix) -> None:
+        self._enqueue(self._memory.tree.match(swap.key, swap.namespace).node)
 
     def ended(self, number: int) -> None:
         """The store has released an offer's pages."""
@@ -162,17 +171,111 @@ class KvStoreQueue:
                 self._enqueue(leaf)
 
     def _lock(self, node: Any) -> Store:
-        self._last_number -= 1
-        number, runs = self._last_number, []
-        step = node
-        while step.parent is not None:
-            runs.append(step.key)
+        for step in _path(node):
             self._offered.add(step)
             self._waiting.pop(step, None)
-            step = step.parent
-        runs.reverse()
-        self._memory.hold_tree(number, node)
-        self._locked[number] = node.depth_tokens
-        self._locked_tokens += node.depth_tokens
-        tokens = np.frombuffer(b"".join(runs), TOKEN_DTYPE)
-        return Store(number, step.namespace, tokens, self._memory.tree.pages(node))
+        return self._offer(node, node.depth_tokens)
+
+    def _offer(self, node: Any, count: int, checkpoint: int = 0, state_slot: int = -1) -> Store:
+        """Hold the pages up to `node` and offer the first `count` tokens.
+
+        checkpoint: their last page, if its checkpoint is offered, which is in `state_slot`.
+        """
+        self._last_number -= 1
+        number, path = self._last_number, _path(node)
+        self._memory.hold_tree(number, node, checkpoint)
+        self._locked[number] = count
+        self._locked_tokens += count
+        tokens = np.frombuffer(b"".join(step.key for step in reversed(path)), TOKEN_DTYPE)[:count]
+        pages = self._memory.tree.pages(node)[: count // self._memory.page_size]
+        return Store(number, path[-1].parent.namespace, tokens, pages, state_slot)
+
+
+def _path(node: Any) -> list[Any]:
+    """`node` and what is above it, without the root."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path
+
+
+class StateStoreQueue(KvStoreQueue):
+    """The queue of a model with recurrent states: checkpoints wait in the place of nodes, named by their pages.
+
+    Each is offered with the KV of its prefix. KV behind the last checkpoint is of no use to a request.
+    """
+
+    def __init__(self, settings: SchedulerSettings, memory: KvMemory) -> None:
+        super().__init__(settings, memory)
+        assert memory.states is not None
+        self._states = memory.states
+        self._states.listeners.append(self.usable_changed)
+
+    def inserted(self, parent: Any, node: Any) -> None:
+        """The checkpoints of a new node wait if the policy stores everything."""
+        self._gained(node.pages[self._states.of[node.pages] > 0])
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """Pages keep their checkpoints."""
+
+    def evicted(self, node: Any) -> None:
+        """A checkpoint that still waits is not stored."""
+        self._lost(node.pages)
+
+    def usable_changed(self, pages: Int32Array) -> None:
+        """Pages (int32[n]) of the tree have gained or lost a checkpoint."""
+        self._gained(pages[self._states.of[pages] > 0])
+        self._lost(pages[self._states.of[pages] == 0])
+
+    def hit(self, node: Any) -> None:
+        """A request was admitted with the prefix that ends with `node`."""
+        if self._policy == "write_through_selective" and node.parent is not None:
+            self._enqueue(int(node.pages[-1]))
+
+    def enqueue_all(self) -> None:
+        """Queue every checkpoint that was not offered. Called as the engine ends."""
+        for page in self._states.page[self._states.page > 0].tolist():
+            self._enqueue(page)
+
+    def _gained(self, pages: Int32Array) -> None:
+        for page in pages.tolist():
+            self._offered.discard(page)
+            if self._policy == "write_through":
+                self._enqueue(page)
+
+    def _lost(self, pages: Int32Array) -> None:
+        for page in pages.tolist():
+            self._offered.discard(page)
+            self.dropped_tokens += self._waiting.pop(page, None) or 0
+
+    def _tokens(self, page: Any) -> int:
+        return int(self._states.tokens[self._states.of[page]])
+
+    def _enqueue(self, page: Any) -> None:
+        """Queue the checkpoint of a page, if that has one which is in the tree and was not offered."""
+        slot = int(self._states.of[page])
+        if slot and self._states.nodes[slot] is not None and page not in self._offered:
+            self._waiting[page] = self._tokens(page)
+
+    def _enqueue_prefix(self, swap: SwappedPrefix) -> None:
+        found = self._memory.tree.find(swap.key, swap.namespace)
+        usable = self._memory.usable(found.node, found.tokens) // self._memory.page_size
+        if usable:
+            self._enqueue(int(self._memory.tree.pages(found.node)[usable - 1]))
+
+    def _enqueue_next_evicted(self) -> None:
+        """Queue the checkpoints that are evicted next, if few slots or little memory is free."""
+        memory, states = self._memory, self._states
+        for page in states.next_evicted(states.num_slots // _LOW_SHARE - states.allocator.available).tolist():
+            self._enqueue(page)
+        missing = memory.num_pages // _LOW_SHARE - memory.allocator.available
+        for leaf in memory.tree.eviction_candidates(missing) if missing > 0 else ():
+            for page in leaf.pages[states.of[leaf.pages] > 0].tolist():
+                self._enqueue(page)
+
+    def _lock(self, page: Any) -> Store:
+        slot = int(self._states.of[page])
+        self._offered.add(page)
+        del self._waiting[page]
+        return self._offer(self._states.nodes[slot], self._tokens(page), page, self._states.slot(page))

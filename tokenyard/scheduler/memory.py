@@ -27,7 +27,7 @@ from tokenyard.cache.state_checkpoints import CheckpointedAllocator, StateCheckp
 from tokenyard.cache.windows import WindowedAllocator, WindowPages
 
 NO_PAGES = np.empty(0, np.int32)
-GROUPS_UNSUPPORTED = "all layers keep KV for all tokens where KV moves"
+NO_WINDOWS = "no layers have a window where KV moves"
 UNLIMITED = 2**31 - 1
 
 
@@ -55,10 +55,16 @@ class Release:
 
 @dataclass(slots=True)
 class PageHold:
-    """What a reader or writer outside the plans still uses: private pages, and the tree's up to the locked `node`."""
+    """What a reader or writer outside the plans still uses: private pages, and the tree's up to the locked `node`.
+
+    checkpoint: the page of the tree whose checkpoint is read, 0 for none.
+    pool_row: the pool row whose working state is read or written, -1 for none.
+    """
 
     pages: Int32Array
     node: Any = None
+    checkpoint: int = 0
+    pool_row: int = -1
 
 
 class KvMemory:
@@ -92,10 +98,10 @@ class KvMemory:
         self._slot_pages = 0
         if states is not None:
             assert windows is None, "a model has layers with a window or with a recurrent state, not both"
-            interval = self.pages_for(states.track_interval) * settings.page_size
+            unit = settings.checkpoint_unit
             assert retention is not None
-            sizes = (settings.page_size, num_pages, states.num_slots, interval, pool_rows)
-            self.states = StateCheckpoints(*sizes, retention, states.slot_pages, self)
+            sizes = (settings.page_size, num_pages, states.num_slots, -(-states.track_interval // unit) * unit)
+            self.states = StateCheckpoints(*sizes, pool_rows, retention, states.slot_pages, self, unit)
             self._slot_pages = states.slot_pages
             self.allocator = CheckpointedAllocator(num_pages, self.states)
         by_worth = self.states is not None and self.states.retention.ranks_kv
@@ -168,6 +174,16 @@ class KvMemory:
     def held_pages(self) -> int:
         """Private pages of holds."""
         return sum(len(hold.pages) for hold in self._holds.values())
+
+    @property
+    def held_rows(self) -> int:
+        """Pool rows whose working state holds keep."""
+        return sum(hold.pool_row >= 0 for hold in self._holds.values())
+
+    @property
+    def held_checkpoints(self) -> list[int]:
+        """The pages of the tree whose checkpoints holds keep."""
+        return [hold.checkpoint for hold in self._holds.values() if hold.checkpoint]
 
     @property
     def holds(self) -> int:
@@ -454,21 +470,27 @@ class KvMemory:
                 self.pending_frees.append((last_step, pages))
 
     def hold_written(self, number: int, release: Release) -> None:
-        """A row ended while its pages beyond `cached` are being written: hold them, and free the rest."""
-        assert self.all_usable, GROUPS_UNSUPPORTED
+        """A row ended while its pages beyond `cached`, and its working state, are being written: hold them, and free
+        the rest.
+        """
+        assert self.windows is None, NO_WINDOWS
         assert number not in self._holds, f"the pages of {number} are held already"
         size = self.page_size
         first, last = release.cached // size, self.pages_for(release.held)
-        self._holds[number] = PageHold(self.pool.page_table[release.pool_row, first:last].copy())
+        hold = self._holds[number] = PageHold(self.pool.page_table[release.pool_row, first:last].copy())
         self.tree.unlock(release.node)
-        self.pool.free_row(release.pool_row)
+        if self.states is None:
+            self.pool.free_row(release.pool_row)
+        else:
+            hold.pool_row = release.pool_row
 
     def hold_read(self, number: int, release: Release) -> Int32Array:
-        """A row ended whose KV will be read: insert whole pages into the tree and lock them, hold a partial last page.
+        """A row ended whose KV will be read: insert whole pages into the tree and lock them, hold a partial last page
+        and its working state.
 
         Returns all its pages (int32[n]). No plan in flight may contain the row.
         """
-        assert self.all_usable, GROUPS_UNSUPPORTED
+        assert self.windows is None, NO_WINDOWS
         size, table = self.page_size, self.pool.page_table[release.pool_row]
         whole, last = release.computed // size, self.pages_for(release.computed)
         partial = table[whole:last].copy()
@@ -478,7 +500,11 @@ class KvMemory:
             key = self._key(release.pool_row, release.cached, whole * size)
             first = release.cached // size
             inserted = self.tree.extend(node, key, table[first:whole].copy(), release.priority)
-            self.allocator.free(table[first : first + inserted.present_tokens // size].copy())
+            duplicates = first + inserted.present_tokens // size
+            own = table[first:duplicates].copy()
+            if self.states is not None:
+                self.states.replace(own, self.tree.pages(inserted.node)[first:duplicates], inserted.node)
+            self.allocator.free(own)
             self.tree.lock(inserted.node)
             self.tree.unlock(node)
             node = inserted.node
@@ -486,23 +512,37 @@ class KvMemory:
         else:
             partial = pages[release.cached // size :]
         self.allocator.free(table[last : self.pages_for(release.held)].copy())
-        self.pool.free_row(release.pool_row)
-        self._holds[number] = PageHold(partial, node)
+        hold = self._holds[number] = PageHold(partial, node)
+        if self.states is None:
+            self.pool.free_row(release.pool_row)
+        else:
+            hold.pool_row = release.pool_row
         return pages
 
-    def hold_tree(self, number: int, node: Any) -> None:
-        """Keep the tree's pages up to `node` from being evicted while a reader outside uses them."""
+    def hold_tree(self, number: int, node: Any, checkpoint: int = 0) -> None:
+        """Keep the tree's pages up to `node` from being evicted while a reader outside uses them.
+
+        checkpoint: the page among them whose checkpoint is read too, 0 for none.
+        """
         self.tree.lock(node)
-        self._holds[number] = PageHold(NO_PAGES, node)
+        self._holds[number] = PageHold(NO_PAGES, node, checkpoint)
+        if checkpoint:
+            assert self.states is not None
+            self.states.pin(checkpoint)
 
     def end_hold(self, number: int) -> None:
         """The reader or writer of `number` has ended; unknown numbers are ignored."""
         hold = self._holds.pop(number, None)
         if hold is None:
             return
+        if hold.checkpoint:
+            assert self.states is not None
+            self.states.release(hold.checkpoint)
         self.allocator.free(hold.pages)
         if hold.node is not None:
             self.tree.unlock(hold.node)
+        if hold.pool_row >= 0:
+            self.pool.free_row(hold.pool_row)
 
     def evict_adapter(self, adapter: str) -> None:
         """Evict the KV of prompts with this adapter from the tree, except locked pages."""
@@ -533,9 +573,9 @@ class KvMemory:
             found.append(f"{self.tree.protected_pages} pages still locked")
         if self.windows is not None and self.windows.available_pages != self.windows.num_pages and not self._holds:
             found.append(f"{self.windows.available_pages} of {self.windows.num_pages} window pages accounted for")
-        if self.states is not None and self.states.used != self.states.evictable:
+        if self.states is not None and self.states.used != self.states.evictable and not self._holds:
             found.append(f"{self.states.used - self.states.evictable} checkpoints of states still in use")
-        if self.pool.available_rows != self.pool.rows:
+        if self.pool.available_rows + self.held_rows != self.pool.rows:
             found.append(f"{self.pool.available_rows} of {self.pool.rows} pool rows free")
         return "; ".join(found) or None
 

@@ -1,6 +1,7 @@
 """A step plan in the making: decoding and verifying rows as columns, chunks one by one, a `StepPlan` at the end."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,7 @@ class PlanBuilder:
         self._page_ids: list[Int32Array] = []
         self._state_copies: list[tuple[int, int]] = []
         self._state_saves: list[StateSave] = []
+        self._loaded_states: list[tuple[int, int, Any]] = []
 
     @property
     def empty(self) -> bool:
@@ -91,6 +93,13 @@ class PlanBuilder:
         """Keep a checkpoint of states that the step computes, if a slot can be had once all rows have their pages."""
         self._state_saves.append(save)
 
+    def keep_loaded_state(self, pool_row: int, tokens: int, node: Any) -> None:
+        """Keep a checkpoint of a working state that was loaded, if a slot can be had, as `save_state` does.
+
+        tokens: of the prefix after which it is. node: where in the tree that prefix ends, or a node below.
+        """
+        self._loaded_states.append((pool_row, tokens, node))
+
     def rows(self) -> Int32Array:
         """Table rows of the step, in the plan's order: decoding ones, verifying ones, then chunks."""
         if not self.chunks and not len(self.verify_rows):
@@ -117,7 +126,11 @@ class PlanBuilder:
         copies = np.array(self._state_copies, np.int32) if self._state_copies else NO_STATE_COPIES
         # The pages of copies first, because a save may take the slot of one.
         copied = self._checkpoint_pages(copies[:, 0])
+        kept = self._keep_loaded_states()
         saves = self._saves()
+        if kept:
+            # All copies read before one writes, so the slot of one that is read may be taken by another.
+            copies = np.concatenate((copies, self._copies_of(kept)))
         return StepPlan(
             step=step,
             pool_rows=self._table.pool_row[rows],
@@ -143,6 +156,23 @@ class PlanBuilder:
     def _checkpoint_pages(self, slots: Int32Array) -> Int32Array:
         states = self._memory.states
         return NO_STATE_PAGES if states is None or not states.slot_tokens else states.pages_of(slots)
+
+    def _keep_loaded_states(self) -> list[tuple[int, int]]:
+        """Take a slot for each loaded state that is worth one: (pool row, page)."""
+        states, found = self._memory.states, []
+        for pool_row, tokens, node in self._loaded_states:
+            assert states is not None
+            page = int(self._memory.pool.page_table[pool_row, tokens // states.page_size - 1])
+            if states.save_cached(page, tokens, node):
+                found.append((pool_row, page))
+        return found
+
+    def _copies_of(self, kept: list[tuple[int, int]]) -> Int32Array:
+        """The copies from working slots to those of `kept` whose slot was not taken since: int32[n, 2]."""
+        states = self._memory.states
+        assert states is not None
+        copies = [(pool_row, states.slot(page)) for pool_row, page in kept if states.of[page]]
+        return np.array(copies, np.int32).reshape(-1, 2)
 
     def _saves(self) -> Int32Array:
         """Take a slot for each state to be saved that is worth one: int32[n, 3], see StepPlan."""

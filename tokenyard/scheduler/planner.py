@@ -157,7 +157,7 @@ class Planner:
             pool_row = int(table.pool_row[row])
             page = int(memory.pool.page_table[pool_row, end // memory.page_size - 1])
             # Without it the next turn would begin at the end of the prompt.
-            column = (int(table.target[row]) - 1) // memory.page_size
+            column = (int(table.target[row]) - 1) // states.unit * states.unit // memory.page_size
             prompt = int(memory.pool.page_table[pool_row, column - 1]) if column else 0
             builder.save_state(StateSave(pool_row, end, page, ANSWER, end - column * memory.page_size, prompt))
 

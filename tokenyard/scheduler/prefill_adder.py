@@ -219,7 +219,7 @@ class PrefillAdder:
         table.pool_row[row], _ = self._memory.allocate_row(request_state.known_ids, node, hit)
         if self._state.stores is not None:
             self._state.stores.hit(node)
-        request_state.node, request_state.fresh = node, True
+        request_state.node, request_state.fresh, request_state.state_loaded = node, True, False
         self._state.adapters.join(row)
         table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = hit
 
@@ -229,12 +229,23 @@ class PrefillAdder:
         held = self._memory.pages_for(int(self._table.held[row]))
         pages = self._memory.pool.page_table[pool_row, :held].copy()
         self._builder.write_page_run(pool_row, 0, pages)
-        if self._memory.states is not None and held:
+        if request_state.state_loaded:
+            self._start_from_loaded_state(row)
+        elif self._memory.states is not None and held:
             self._builder.copy_state(self._memory.states.slot(int(pages[-1])), pool_row)
             self._memory.states.release(int(pages[-1]))
         self._builder.row_starts.append(self._row_start(row, pool_row))
         self._builder.adapter_loads += self._state.adapters.needs_load(row)
         request_state.fresh = False
+
+    def _start_from_loaded_state(self, row: int) -> None:
+        """Keep a checkpoint of what was loaded, for rows with the same prefix; those that waited for it may start."""
+        states, table = self._memory.states, self._table
+        tokens = int(table.held[row])
+        if states is not None and tokens % states.unit == 0 and table.cached[row] == tokens:
+            node = table.request_state(row).node
+            self._builder.keep_loaded_state(int(table.pool_row[row]), tokens, node)
+        self._state.end_load(row)
 
     def _admitted(self, row: int, reserved_tokens: int) -> None:
         """Reserve what a row admitted in this step will still take: the rest of its prompt, and its answer."""
@@ -283,7 +294,8 @@ class PrefillAdder:
         self._limits.admitted(row)
         self._policy.admitted(row)
         self._admitted(row, int(table.target[row]) - loadable_tokens)
-        self._state.outbox.transfer(Load(int(table.number[row]), hit, pages))
+        state_slot = -1 if memory.states is None else pool_row
+        self._state.outbox.transfer(Load(int(table.number[row]), hit, pages, state_slot))
         return True
 
     def _can_take(self, start: int, count: int) -> bool:
@@ -321,13 +333,14 @@ class PrefillAdder:
         """Save checkpoints of the recurrent states of a prompt whose tokens from `start` to `end` are computed, where
         the retention wants them.
 
-        The last one is at the last page boundary before the prompt's last token, so that the same prompt hits again.
+        The last one is at the last page boundary (with a KV store, the last end of a block) before the prompt's last
+        token, so that the same prompt hits again.
         """
         states, size = self._memory.states, self._memory.page_size
         assert states is not None
-        last = (int(self._table.target[row]) - 1) // size * size
+        last = (int(self._table.target[row]) - 1) // states.unit * states.unit
         pool_row, before = int(self._table.pool_row[row]), int(self._table.hit[row])
-        branch = self._table.request_state(row).branch_tokens
+        branch = self._table.request_state(row).branch_tokens // states.unit * states.unit
         for position, kind in states.retention.positions(start, end, branch, last, states.roomy):
             page = int(self._memory.pool.page_table[pool_row, position // size - 1])
             after = int(self._memory.pool.page_table[pool_row, before // size - 1]) if before else 0

@@ -121,6 +121,7 @@ class RequestState:
         (`SchedulerState.pages_returned_since`).
     run: for a LOADING row, the name of the first block that it loads.
     fresh: its pool row and pages are not in any plan yet.
+    state_loaded: its working state was loaded, so it does not continue from a checkpoint in the tree.
     vector: the embedding of its prompt (raw float32), once computed.
     branch_tokens: tokens of its prompt that the tree had when it was admitted, where these are more than it could use
         for lack of a checkpoint of recurrent states: the place where it branches off from others.
@@ -137,6 +138,7 @@ class RequestState:
     retracted_at_release: int | None = None
     run: bytes = b""
     fresh: bool = False
+    state_loaded: bool = False
     vector: bytes = b""
     branch_tokens: int = 0
     mixed_weights: bool = False

@@ -206,7 +206,9 @@ class Scheduler:
             self.state.table.gates[row] &= ~event.gate
 
     def reach(self, event: KvAvailable, now: int) -> None:
-        """KV of a waiting request's first tokens can be loaded; only whole pages of it count."""
+        """KV of a waiting request's first tokens can be loaded; only whole pages of it count, or with recurrent states,
+        which are those after the last of these tokens, all of it.
+        """
         row = self.state.table.row_of(event.number)
         if row is None:
             return
@@ -214,9 +216,12 @@ class Scheduler:
         if self.state.table.state[row] == RowState.WAITING and not self.state.table.request_state(row).kv_outdated:
             if event.token >= 0 and self._begin_output(row, event.token, now):
                 return
-            unit = self.state.memory.page_size
-            usable = min(event.tokens, self.state.table.usable_tokens(row))
-            self.state.table.loadable_tokens[row] = max(usable, 0) // unit * unit
+            unit, usable = self.state.memory.page_size, self.state.table.usable_tokens(row)
+            if self.state.memory.states is None:
+                loadable = max(min(event.tokens, usable), 0) // unit * unit
+            else:
+                loadable = event.tokens if 0 <= event.tokens <= usable else 0
+            self.state.table.loadable_tokens[row] = loadable
 
     def _begin_output(self, row: int, token: int, now: int) -> bool:
         """Append and deliver the first token of a waiting row's answer; returns whether it ends the answer.

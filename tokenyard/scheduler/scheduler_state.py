@@ -31,7 +31,7 @@ from tokenyard.policy.eviction_value import load_eviction_value
 from tokenyard.policy.slo_targets import slo_targets
 from tokenyard.policy.state_retention import create_state_retention
 from tokenyard.policy.tenant_limits import create_tenant_limits
-from tokenyard.scheduler.kv_store_queue import KvStoreQueue
+from tokenyard.scheduler.kv_store_queue import KvStoreQueue, StateStoreQueue
 from tokenyard.scheduler.lora_slots import AdapterSlots
 from tokenyard.scheduler.memory import NO_PAGES, KvMemory, Release
 from tokenyard.scheduler.outbox import Outbox
@@ -109,8 +109,6 @@ class SchedulerState:
             raise ConfigError(
                 "the KV store does not support layers with a window; --swa-full-tokens-ratio 0 keeps KV of all tokens"
             )
-        if info.states is not None and settings.enable_hierarchical_cache:
-            raise ConfigError("the KV store does not support models with recurrent states; start without it")
         self.settings = settings
         self.info = info
         self.cost = cost
@@ -206,22 +204,42 @@ class SchedulerState:
         """Loading to prefill: the KV of the first `tokens` tokens of `row` is there, of which whole pages count.
 
         They are published at once, so that rows that wait for the same KV find it in the tree. Pages for tokens that
-        did not arrive are freed; those tokens are computed like any other part of a prompt.
+        did not arrive are freed; those tokens are computed like any other part of a prompt. Recurrent states are those
+        after all tokens of the load, so of these a part is of no use.
         """
         table, memory = self.table, self.memory
         cached, held = int(table.cached[row]), int(table.held[row])
-        tokens = max(min(tokens, held) // memory.page_size * memory.page_size, cached)
+        if memory.states is None:
+            tokens = max(min(tokens, held) // memory.page_size * memory.page_size, cached)
+        elif tokens < held:
+            tokens = cached
+        else:
+            tokens = held
+            self._release_checkpoint(row)
+            table.request_state(row).state_loaded = True
         unused = memory.pool.page_table[table.pool_row[row], memory.pages_for(tokens) : memory.pages_for(held)]
         memory.allocator.free(unused.copy())
         table.computed[row] = table.planned[row] = table.held[row] = tokens
         table.hit[row] = max(int(table.hit[row]), min(tokens, int(table.prompt_tokens[row])))
         self.cache_unfinished(row)
-        self._end_load(row)
+        table.loadable_tokens[row] = 0
+        if not table.request_state(row).state_loaded:
+            self.end_load(row)
         self._start_prefill(row, now)
         self.sweep()
 
-    def _end_load(self, row: int) -> None:
-        """The load of `row` has succeeded or failed: it is not tried again, and rows that waited for it may start."""
+    def _release_checkpoint(self, row: int) -> None:
+        """`row` does not continue from the checkpoint behind which it was admitted, if there was one."""
+        table, memory = self.table, self.memory
+        if memory.states is not None and table.cached[row]:
+            last = int(table.cached[row]) // memory.page_size - 1
+            memory.states.release(int(memory.pool.page_table[table.pool_row[row], last]))
+
+    def end_load(self, row: int) -> None:
+        """The load of `row` has succeeded or failed: it is not tried again, and rows that waited for it may start.
+
+        Where there are recurrent states, they wait until the row starts, as others continue from a copy of its state.
+        """
         request_state = self.table.request_state(row)
         for waiter in self.known_rows(self._loads.pop(request_state.run)):
             self.table.gates[waiter] &= ~Gate.KV
@@ -448,9 +466,11 @@ class SchedulerState:
         self.adapters.leave(row)
         release = self._release(row)
         if self.table.state[row] != RowState.LOADING:
+            if self.table.request_state(row).fresh and self.table.request_state(row).state_loaded:
+                self.end_load(row)
             self.memory.release(release)
             return
-        self._end_load(row)
+        self.end_load(row)
         self.memory.hold_written(int(self.table.number[row]), release)
         self.table.gates[row] |= Gate.LOAD_OPEN
 
@@ -458,10 +478,12 @@ class SchedulerState:
         """Hold the pages of a row that ends with its first token, and report where its KV is."""
         table, number = self.table, int(self.table.number[row])
         known, computed = int(table.known[row]), int(table.computed[row])
-        token = int(self.memory.pool.token_ids[table.pool_row[row], known - 1])
+        pool_row = int(table.pool_row[row])
+        token = int(self.memory.pool.token_ids[pool_row, known - 1])
+        state_slot = -1 if self.memory.states is None else pool_row
         self.adapters.leave(row)
         pages = self.memory.hold_read(number, self._release(row))
-        self.outbox.transfer(Handover(number, computed, pages, token))
+        self.outbox.transfer(Handover(number, computed, pages, token, state_slot))
 
     def _release(self, row: int) -> Release:
         table, request_state = self.table, self.table.request_state(row)
@@ -478,6 +500,8 @@ class SchedulerState:
             held=int(table.held[row]),
             priority=request_state.request.priority or 0,
         )
+        if request_state.fresh and not request_state.state_loaded:
+            self._release_checkpoint(row)
         request_state.node = None
         if self.holders is not None:
             self.holders.release(row)
@@ -684,7 +708,8 @@ class SchedulerState:
         )
         self.memory.tree.use_weights(self.weights)
         has_store = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
-        self.stores: KvStoreQueue | None = KvStoreQueue(self.settings, self.memory) if has_store else None
+        kind = KvStoreQueue if info.states is None else StateStoreQueue
+        self.stores: KvStoreQueue | None = kind(self.settings, self.memory) if has_store else None
         if self.settings.enable_kv_events:
             # Clearing the new tree emits an event, on which subscribers drop their state of the old one.
             self.memory.tree.clear()

@@ -9,7 +9,14 @@ from itertools import islice, takewhile
 from typing import Protocol
 
 from tokenyard.base import NS_PER_S, Event, ExecutorInfo, Int32Array, KvMove, Load, Request, Store
-from tokenyard.base.blocks import StoredPrefix, block_digests, root_digest, stored_prefix, tokens_per_block
+from tokenyard.base.blocks import (
+    StoredPrefix,
+    block_digests,
+    root_digest,
+    state_digests,
+    stored_prefix,
+    tokens_per_block,
+)
 from tokenyard.cost import LinearCost
 from tokenyard.kv_store.machine import (
     NEVER_NS,
@@ -52,7 +59,8 @@ class KvStoreTotals:
     """Totals of a KV store at the end of a simulation."""
 
     stored: int = 0
-    """Tokens that were stored: on disk if there is one, else in host memory."""
+    """Tokens that were stored: on disk if there is one, else in host memory. A block of recurrent states counts as one
+    of KV."""
     loaded: int = 0
     """Tokens whose KV was loaded."""
     loaded_from_disk: int = 0
@@ -94,6 +102,8 @@ class SimKvStore:
         self._core, self._apply, self._at = core, apply, at
         self._block = tokens_per_block(info.page_size)
         self._block_bytes = self._block * info.kv_bytes_per_token
+        slot_bytes = 0 if info.states is None else info.states.slot_bytes
+        self._state_blocks = -(-slot_bytes // self._block_bytes)
         self.disk = disk if disk is not None else SimBlockStore(int(settings.disk_gb * GB) // self._block_bytes)
         self._host = SimBlockStore(int(settings.host_gb * GB) // self._block_bytes)
         self._lowest = self.disk if settings.disk_gb else self._host
@@ -107,6 +117,7 @@ class SimKvStore:
             fast_s=self._host_ns / NS_PER_S,
             slow_s=self._disk_ns / NS_PER_S,
             stages_in_store=bool(settings.host_gb and settings.disk_gb),
+            state_blocks=self._state_blocks,
         )
         self._stages_in_store = sizes.stages_in_store
         limits = settings.limits if settings.disk_gb else replace(settings.limits, write_mb_s=0.0)
@@ -224,7 +235,8 @@ class SimKvStore:
     # ---- lookups ---------------------------------------------------------------------------------------------------
 
     def _look_up(self, namespace: str, known: Int32Array, cached: int) -> StoredPrefix | None:
-        return stored_prefix(known, namespace, cached, self._block, self._count_stored, self._find_slow)
+        lookups = self._count_stored, self._find_slow
+        return stored_prefix(known, namespace, cached, self._block, *lookups, self._state_blocks)
 
     def _count_stored(self, digests: list[bytes]) -> int:
         there = (digest in self._host or digest in self.disk for digest in digests)
@@ -315,6 +327,8 @@ class SimKvStore:
     def _digests(self, offer: Store) -> list[bytes]:
         if self._hashed[0] != offer.number:
             digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
+            if offer.state_slot >= 0:
+                digests += state_digests(digests[-1], self._state_blocks)
             self._hashed = offer.number, digests
         return self._hashed[1]
 

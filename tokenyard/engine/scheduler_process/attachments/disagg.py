@@ -17,6 +17,7 @@ import numpy as np
 from tokenyard.base import (
     NS_PER_S,
     Cancel,
+    ConfigError,
     Event,
     Executor,
     ExecutorInfo,
@@ -292,6 +293,8 @@ def weights_digest(config: EngineConfig, info: ExecutorInfo) -> str:
 def identify(config: EngineConfig, executor: Executor) -> EngineIdentity:
     """This engine as the others see it. Raises ConfigError for an executor whose KV cannot be moved."""
     pages, info = map_pages(executor.pieces), executor.info
+    if info.states is not None:
+        raise ConfigError("models with recurrent states do not support --disaggregation-mode; start without it")
     hello = Hello(
         version=VERSION,
         boot_id=secrets.token_hex(8),

@@ -23,14 +23,28 @@ from tokenyard.base import (
     KvMove,
     Load,
     Request,
+    StateSlots,
     Store,
     TokenBatch,
     TokenyardError,
 )
-from tokenyard.base.blocks import StoredPrefix, block_digests, root_digest, stored_prefix, tokens_per_block
+from tokenyard.base.blocks import (
+    StoredPrefix,
+    block_digests,
+    root_digest,
+    state_digests,
+    stored_prefix,
+    tokens_per_block,
+)
 from tokenyard.engine.processes.engine_config import EngineConfig, KvStoreConfig
 from tokenyard.engine.scheduler_process.attachments.base import Attachment, VerbHandler
-from tokenyard.engine.scheduler_process.attachments.kv_store_backends import LINKS, open_pool, open_store
+from tokenyard.engine.scheduler_process.attachments.kv_store_backends import (
+    LINKS,
+    blocks_of_states,
+    open_pool,
+    open_states,
+    open_store,
+)
 from tokenyard.kv_store.machine import (
     NEVER_NS,
     Apply,
@@ -124,12 +138,15 @@ class KvStoreConnector(Attachment):
         info: ExecutorInfo,
         deliver: Callable[[Event], None],
         rank: int = 0,
+        states: StateSlots | None = None,
     ) -> None:
+        """states: the recurrent states, None for a model without."""
         self._config, self._store, self._pool, self._core, self._rank = config, store, pool, core, rank
         self._page = info.page_size
         self._block = tokens_per_block(info.page_size)
         self._per_block = self._block // info.page_size
         self._block_bytes = self._per_block * pool.page_bytes
+        self._states, self._state_blocks = states, blocks_of_states(states, self._block_bytes)
         cost = core.cost or prior_cost_model(info)
         has_slow = bool(store.find_slow([b""]))
         sizes = BlockSizes(
@@ -139,6 +156,7 @@ class KvStoreConnector(Attachment):
             fast_s=cost.copy(self._block_bytes, LINKS["none"]),
             slow_s=cost.copy(self._block_bytes, LINKS[config.backend]) if has_slow else 0.0,
             stages_in_store=store.has_memory_in_front,
+            state_blocks=self._state_blocks,
         )
         self.machine = KvStoreMachine(config.limits, sizes, cost, Gate.KV)
         self._deliver = deliver
@@ -315,7 +333,8 @@ class KvStoreConnector(Attachment):
     def _look_up(
         self, namespace: str, known: Int32Array, cached: int, count_stored: Callable[[list[bytes]], int]
     ) -> StoredPrefix | None:
-        return stored_prefix(known, namespace, cached, self._block, count_stored, self._store.find_slow)
+        slow = self._store.find_slow
+        return stored_prefix(known, namespace, cached, self._block, count_stored, slow, self._state_blocks)
 
     # ---- the machine, under the lock ------------------------------------------------------------------------------
 
@@ -435,11 +454,12 @@ class KvStoreConnector(Attachment):
             operation.blocks += 1
 
     def _read(self, operation: Operation, action: Read, block: Block) -> None:
-        """Fill the pages of a load, block by block, up to the first one that is missing."""
+        """Fill the pages of a load, block by block, up to the first one that is missing, and then the state."""
         self._store.touch(action.digests)
         size, page, load = self._block, self._page, action.load
         end = load.start + len(load.pages) * page
-        for place in range(action.first, len(action.digests)):
+        states = self._state_blocks if load.state_slot >= 0 else 0
+        for place in range(action.first, len(action.digests) - states):
             if operation.cancelled or not self._store.get(action.digests[place], block):
                 return
             begin, stop = max(load.start, place * size), min(end, (place + 1) * size)
@@ -449,18 +469,39 @@ class KvStoreConnector(Attachment):
             self._pool.scatter(block, self._per_block, (begin - place * size) // page, pages)
             with self._changed:
                 operation.copying, operation.blocks = False, operation.blocks + 1
+        if states:
+            self._read_state(operation, action.digests[-states:], load.state_slot, block)
+
+    def _read_state(self, operation: Operation, digests: list[bytes], slot: int, block: Block) -> None:
+        """Set the states of a load, if all their blocks are there."""
+        assert self._states is not None
+        content = block_buffer(len(digests) * self._block_bytes)
+        for place, digest in enumerate(digests):
+            if operation.cancelled or not self._store.get(digest, block):
+                return
+            content[place * self._block_bytes :][: self._block_bytes] = block[: self._block_bytes]
+        if self._may_copy(operation):
+            self._states.write(slot, content)
+            with self._changed:
+                operation.copying, operation.blocks = False, operation.blocks + len(digests)
 
     def _gather(self, operation: Operation, action: Gather, buffer: Block) -> None:
         """Stage those blocks of an offer that the store lacks, first ones first."""
         digests, store = self._digests(action.offer), self._store
         operation.digests = digests
+        state: Block | None = None
+        first_state = len(action.offer.tokens) // self._block
         for place in range(action.first, len(digests)):
             digest = digests[place]
             if digest not in self._in_staging and store.lacks(digest):
                 if len(operation.staged) == action.max_blocks or not self._may_copy(operation):
                     return
                 block = buffer if store.has_memory_in_front else self._take_buffer()
-                self._pool.gather(action.offer.pages[place * self._per_block :][: self._per_block], block)
+                if place < first_state:
+                    self._pool.gather(action.offer.pages[place * self._per_block :][: self._per_block], block)
+                else:
+                    state = self._state_of(action.offer) if state is None else state
+                    block[: self._block_bytes] = state[(place - first_state) * self._block_bytes :][: self._block_bytes]
                 store.put_in_memory(digest, block)
                 with self._changed:
                     operation.copying = False
@@ -468,6 +509,13 @@ class KvStoreConnector(Attachment):
                     self._in_staging.add(digest)
             operation.end = place + 1
         store.touch(digests)
+
+    def _state_of(self, offer: Store) -> Block:
+        """The states of an offer, followed by zeros: uint8[at least state_blocks * block_bytes]."""
+        assert self._states is not None
+        content = block_buffer(self._state_blocks * self._block_bytes)
+        self._states.read(offer.state_slot, content)
+        return content
 
     def _take_buffer(self) -> Block:
         with self._changed:
@@ -497,6 +545,8 @@ class KvStoreConnector(Attachment):
         """The names of an offer's blocks; those of the last offer are kept, as its runs follow each other."""
         if self._hashed[0] != offer.number:
             digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
+            if offer.state_slot >= 0:
+                digests += state_digests(digests[-1], self._state_blocks)
             self._hashed = offer.number, digests
         return self._hashed[1]
 
@@ -509,6 +559,6 @@ def open_kv_store_connector(
     """
     if not config.kv_store.enabled:
         return None
-    pool = open_pool(executor)
-    store = open_store(config, executor, pool, rank)
-    return KvStoreConnector(config.kv_store, store, pool, core, executor.info, deliver, rank)
+    pool, states = open_pool(executor), open_states(executor)
+    store = open_store(config, executor, pool, rank, states)
+    return KvStoreConnector(config.kv_store, store, pool, core, executor.info, deliver, rank, states)

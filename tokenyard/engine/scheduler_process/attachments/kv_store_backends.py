@@ -4,11 +4,11 @@ import logging
 
 import numpy as np
 
-from tokenyard.base import BlockPool, ConfigError, DeviceExecutor, Executor
+from tokenyard.base import BlockPool, ConfigError, DeviceExecutor, Executor, StateSlots
 from tokenyard.base.blocks import tokens_per_block
 from tokenyard.engine.processes.engine_config import EngineConfig, KvStoreConfig
 from tokenyard.engine.scheduler_process.attachments.disagg import weights_digest
-from tokenyard.kv_layout.layout import PoolView, map_pages
+from tokenyard.kv_layout.layout import PoolView, StateView, map_pages
 from tokenyard.kv_store.layered import LayeredStore
 from tokenyard.kv_store.remote import RemoteStore
 from tokenyard.kv_store.slab import SlabStore
@@ -32,10 +32,28 @@ def open_pool(executor: Executor) -> BlockPool:
     raise ConfigError("--enable-hierarchical-cache: the KV of this executor cannot be copied to host memory")
 
 
-def open_store(config: EngineConfig, executor: Executor, pool: BlockPool, rank: int) -> BlockStore:
+def open_states(executor: Executor) -> StateSlots | None:
+    """The recurrent states of an executor, to copy from and to; None for a model without."""
+    if executor.info.states is None:
+        return None
+    if executor.state_pieces(np.zeros(1, np.int32)).device != "cpu":
+        assert isinstance(executor, DeviceExecutor)
+        return executor.device_states()
+    return StateView(map_pages(executor.state_pieces))
+
+
+def blocks_of_states(states: StateSlots | None, block_bytes: int) -> int:
+    """How many blocks of a store the recurrent states of one prefix take; 0 for a model without."""
+    return 0 if states is None else max(1, -(-states.slot_bytes // max(block_bytes, 1)))
+
+
+def open_store(
+    config: EngineConfig, executor: Executor, pool: BlockPool, rank: int, states: StateSlots | None = None
+) -> BlockStore:
     """The stores that the settings ask for, with the one in host memory in front.
 
-    Raises ConfigError for a folder or an address that cannot be used, and if the settings leave no store.
+    Raises ConfigError for a folder or an address that cannot be used, for a shared store of recurrent states, and if
+    the settings leave no store.
     """
     kv_store, info = config.kv_store, executor.info
     tokens, found = tokens_per_block(info.page_size), executor.pieces(np.arange(1, dtype=np.int32))
@@ -45,12 +63,18 @@ def open_store(config: EngineConfig, executor: Executor, pool: BlockPool, rank: 
         block_tokens=tokens,
         pieces=found.addresses.shape[1],
         block_bytes=tokens // info.page_size * pool.page_bytes,
+        state_bytes=0 if states is None else states.slot_bytes,
     )
     host = _host_blocks(kv_store, form, info.num_pages * pool.page_bytes, on_device=found.device != "cpu")
     if kv_store.backend == "disk":
         folder = kv_store.folder if not rank else f"{kv_store.folder}/rank-{rank}"
         lower: BlockStore = SlabStore(folder, form, round(kv_store.max_gb * GB), round(kv_store.min_free_gb * GB))
         logger.info("KV store %s: %d blocks of %d tokens found", folder, lower.blocks, tokens)
+    elif kv_store.backend == "valkey" and states is not None:
+        raise ConfigError(
+            "--hicache-storage-backend valkey does not take models with recurrent states, as an engine does not know"
+            " which prefixes have one there; choose disk"
+        )
     elif kv_store.backend == "valkey":
         lower = RemoteStore(kv_store.url, form)
         host = max(host, STAGING_BYTES // max(form.block_bytes, 1))
