@@ -41,7 +41,8 @@ from tests.executor.driver import Driver
 from tokenyard.base import SamplingParams
 from tokenyard.cost.calibration import CalibrationRunner, measure_all, points
 from tokenyard.cost.profiles import save_profile
-from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.executor.layer_loader import read_folder_config
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.runner import ModelExecutor

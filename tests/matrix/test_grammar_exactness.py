@@ -1,6 +1,7 @@
 """Answers that keep to grammars are the same under every schedule: alone, chunked, overlapped, cached and retracted."""
 
 import itertools
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tests.executor.eagle_maker import head_config, head_tensors, save_head
 from tests.executor.test_grammar import TOKENIZER
 from tests.scheduler.harness import Yard
 from tokenyard.base import NO_TOKENS, Int32Array, OpenGate, SamplingParams, SchedulerSettings
@@ -69,8 +71,9 @@ def answers(
     penalty: float = 0.0,
     grammars: Sequence[str] = GRAMMARS,
     predictions: Sequence[Int32Array] = (),
+    **loading: str,
 ) -> tuple[list[list[int]], Counters]:
-    """The tokens of every answer, and what the scheduler counted."""
+    """The tokens of every answer, and what the scheduler counted. loading: further options of load_executor."""
     torch.set_num_threads(1)
     executor = load_executor(
         str(DEMO_MODEL),
@@ -79,6 +82,7 @@ def answers(
         max_total_tokens=tokens,
         max_pool_rows=REQUESTS * 2 + depth,
         draft_tokens=drafts,
+        **loading,
     )
     settings = SchedulerSettings(
         max_running_requests=REQUESTS * 2,
@@ -131,13 +135,24 @@ def test_no_schedule_changes_an_answer(alone, chunk, depth, no_cache, tokens):
         assert counters.retracted > 0
 
 
-@pytest.mark.parametrize(("depth", "tokens"), list(itertools.product((1, 2), (4096, 110))))
+@pytest.mark.parametrize(("depth", "tokens"), [(1, 110), (2, 4096), (2, 110)])
 def test_no_drafts_change_an_answer(alone, depth, tokens):
     found, counters = answers(tokens=tokens, chunk=-1, depth=depth, no_cache=False, together=True, drafts=5)
     assert found == alone
     assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
     if tokens < 200:
         assert counters.retracted > 0
+
+
+def test_no_drafts_of_a_head_change_an_answer(alone, tmp_path):
+    target = json.loads((DEMO_MODEL / "config.json").read_text())
+    fields = {"draft_vocab_size": 100, "eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+    config = head_config(target["vocab_size"], target["hidden_size"], **fields)
+    head = save_head(tmp_path, config, head_tensors(config, layer="midlayer.", aux=3))
+    schedule = {"tokens": 110, "chunk": -1, "depth": 2, "no_cache": False, "together": True}
+    found, counters = answers(**schedule, drafts=3, draft_head="EAGLE3", draft_model=head)
+    assert found == alone
+    assert counters.draft_tokens > 0 < counters.retracted
 
 
 def early_ends(tokens: list[int], end: int) -> Int32Array:
