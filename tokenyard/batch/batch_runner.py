@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -123,10 +124,10 @@ class BatchRunner:
             except Exception:
                 logger.exception("batches stopped for a moment; they go on")
             wait_s = POLL_S if self._running else SWEEP_S
-            try:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
-            except TimeoutError:
-                continue
+            # Not wait_for, which before Python 3.12 loses a cancellation that comes as the event is set.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
 
     async def _advance(self) -> None:
         if self._room.closing:

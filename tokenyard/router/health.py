@@ -132,8 +132,10 @@ class HealthChecker:
                 wrong = "the health check failed with an internal error"
             self._update_health(worker, wrong)
             self._on_change()
+            # Not wait_for, which before Python 3.12 loses a cancellation that comes as the event is set.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), self._workers.probe_interval_s(worker))
+                async with asyncio.timeout(self._workers.probe_interval_s(worker)):
+                    await event.wait()
             event.clear()
 
     def _update_health(self, worker: HttpWorker, wrong: str) -> None:

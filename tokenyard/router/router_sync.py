@@ -110,11 +110,13 @@ class RouterSync:
             await asyncio.sleep(RETRY_S)
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        opening = asyncio.open_connection(self._host, self._port, limit=MAX_REPLY_BYTES)
-        reader, writer = await asyncio.wait_for(opening, RETRY_S)
+        # Not wait_for, which before Python 3.12 loses a cancellation that comes with the result.
+        async with asyncio.timeout(RETRY_S):
+            reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_REPLY_BYTES)
         if self._auth:
             writer.write(self._auth)
-            await asyncio.wait_for(read_reply(reader), REPLY_S)
+            async with asyncio.timeout(REPLY_S):
+                await read_reply(reader)
         return reader, writer
 
     async def _receive(self) -> None:
@@ -144,7 +146,8 @@ class RouterSync:
                 update = SharedUpdate(self._id, self._prefixes, self._sessions)
                 self._prefixes, self._sessions = [], []
                 writer.write(command(b"PUBLISH", CHANNEL, msgspec.msgpack.encode(update)))
-                await asyncio.wait_for(read_reply(reader), REPLY_S)
+                async with asyncio.timeout(REPLY_S):
+                    await read_reply(reader)
         finally:
             writer.close()
 
