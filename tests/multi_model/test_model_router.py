@@ -56,8 +56,8 @@ class Waiting(OpenRequest):
         self.error = error
         self.router.ended(self)
 
-    def tokens_used(self):
-        return 0, 0, 0
+    def estimate(self):
+        return 0, 0
 
     def check_time(self, now_s):
         pass

@@ -9,7 +9,15 @@ import pytest
 
 from tokenyard.base import ConfigError
 from tokenyard.cli.flags import resolve
-from tokenyard.cli.serve_models import ENGINE_BYTES, GB, engine_environment, front_settings, plan_model, serve_models
+from tokenyard.cli.serve_models import (
+    ENGINE_BYTES,
+    GB,
+    engine_environment,
+    engine_values,
+    front_settings,
+    plan_model,
+    serve_models,
+)
 from tokenyard.config import DEMO_MODEL, Settings
 from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.proxy import Router
@@ -62,3 +70,15 @@ def test_a_long_prompt_may_keep_an_engine_silent_for_an_hour():
     assert asyncio.run(silent(front_settings(Settings()))) == ([], 0)
     assert asyncio.run(silent(RouterSettings())) == (["timeout"], 0)
     assert asyncio.run(silent(RouterSettings(request_timeout_secs=1e6))) == ([], 1)
+
+
+def test_each_model_has_a_folder_and_an_equal_part_of_the_kv_store(tmp_path):
+    plans = {name: SimpleNamespace(path=tmp_path / name, pool_tokens=None) for name in ("a", "b", "c", "d")}
+    given = {"hicache_storage_dir": str(tmp_path / "kv"), "hicache_storage_gb": 20.0}
+    values = {name: engine_values(given, plans, name) for name in plans}
+    assert {one["hicache_storage_gb"] for one in values.values()} == {5.0}
+    assert [values[name]["hicache_storage_dir"] for name in plans] == [str(tmp_path / "kv" / name) for name in plans]
+    # Without a size it is a part of the default, and without a folder there is no store.
+    del given["hicache_storage_gb"]
+    assert engine_values(given, plans, "a")["hicache_storage_gb"] == Settings().hicache_storage_gb / 4
+    assert "hicache_storage_gb" not in engine_values({}, plans, "a")

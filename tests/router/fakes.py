@@ -219,7 +219,7 @@ async def routing(*workers, ready=True, tokenize=None, **settings):
     finally:
         task.cancel()
         server.close()
-        await router.health.close()
+        await router.close()
         for connection in list(router.connections):
             connection.transport.abort()
         router.workers.close()

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +12,7 @@ from tests.router.fakes import FakeWorker, answer, parse_answer, routing
 from tests.router.test_tenant_keys import bearer, entry, write
 from tokenyard.base import ConfigError
 from tokenyard.batch import batch_runner
+from tokenyard.router.batches import READ_BYTES, FileSender
 from tokenyard.router.router_settings import RouterSettings
 
 USAGE = {"usage": {"prompt_tokens": 12, "completion_tokens": 30}}
@@ -219,7 +223,8 @@ def test_files_batches_and_usage_are_the_tenants(tmp_path):
                 assert (await client.ask("GET", path, headers=own)).status == 200
             assert (await client.ask("GET", "/v1/files", headers=other)).json["data"] == []
             assert slow.lines[0].headers["x-tokenyard-tenant"] == "acme"
-            assert router.metrics.usage[("acme", "m")] == [1, 12, 0, 30]
+            used = router.metrics.usage_rows()[0]
+            assert (used["requests"], used["prompt_tokens"], used["answer_tokens"]) == (1, 12, 30)
             await router.batches.close()
 
     run(main())
@@ -279,3 +284,64 @@ def test_bad_input(tmp_path, method, path, body, status, param):
 def test_several_processes_share_no_folder():
     with pytest.raises(ConfigError, match="--processes 1"):
         RouterSettings(file_storage_path="x", processes=2)
+
+
+class Front:
+    """A client's connection; `said` is what was done with it."""
+
+    def __init__(self):
+        self.current, self.said = SimpleNamespace(method=b"GET"), []
+
+    def begin(self, first_line, headers, more=b""):
+        self.said.append("begin")
+
+    def write(self, data):
+        self.said.append(len(data))
+
+    def end(self, *, keep=True):
+        self.said.append("end")
+
+    def abort(self):
+        self.said.append("abort")
+
+    def fail(self, error, path=""):
+        self.said.append(error.code)
+
+
+def test_a_file_is_sent_as_fast_as_its_client_reads(tmp_path):
+    path = tmp_path / "answers"
+    path.write_bytes(bytes(3 * READ_BYTES))
+
+    def is_open():
+        return any(os.path.realpath(entry) == str(path) for entry in Path("/proc/self/fd").iterdir())
+
+    async def until(condition):
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def main():
+        front = Front()
+        sender = FileSender(front, path)
+        sender.pause()
+        await until(lambda: front.said)
+        await asyncio.sleep(0.02)
+        assert front.said == ["begin"]
+        sender.resume()
+        await until(lambda: "end" in front.said)
+        assert front.said[1:-1] == [READ_BYTES] * 3
+        # A client that reads nothing, and leaves.
+        front = Front()
+        sender = FileSender(front, path)
+        sender.pause()
+        await until(lambda: front.said)
+        assert is_open()
+        sender.client_gone()
+        await until(lambda: not is_open())
+        assert front.said == ["begin"]
+        for unreadable, said in ((tmp_path, ["not_found"]), (Path("/proc/self/mem"), ["begin", "abort"])):
+            front = Front()
+            FileSender(front, unreadable)
+            await until(lambda front=front, said=said: front.said == said)
+
+    run(main())

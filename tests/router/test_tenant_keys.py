@@ -12,9 +12,12 @@ from tests.router.fakes import FakeWorker, answer, routing
 from tokenyard.base import ConfigError
 from tokenyard.router.api_keys import read_keys
 from tokenyard.router.router_settings import RouterSettings
+from tokenyard.routing.gpu_seconds import EngineCost, TenantUsage
 from tokenyard.routing.tenant_limits import KeyGrant, KeyUsage
 
 S = 10**9
+TERMS = {"step_ms": 1.0, "floor_ms": 10.0, "dense_ms": 2.0, "token_ms": 0.1, "context_ms": 0.01, "area_ms": 0.0}
+COST = {"terms": TERMS | {"row_ms": 0.5}, "devices": 2, "origin": "measured", "error": 0.1}
 ADMIN = ["Authorization: Bearer boss"]
 
 
@@ -27,6 +30,29 @@ def write(path, *entries):
     path.with_suffix(".new").write_text(text)
     os.replace(path.with_suffix(".new"), path)
     return str(path)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        None,
+        3,
+        {},
+        COST | {"terms": {"step_ms": 1.0}},
+        COST | {"terms": TERMS | {"step_ms": -1.0}},
+        COST | {"devices": 0},
+        COST | {"devices": True},
+        COST | {"origin": ""},
+    ],
+)
+def test_gpu_seconds_of_an_engine_without_a_known_cost_model_are_unknown(report):
+    assert EngineCost.from_report(report) is None
+    used, cost = TenantUsage(), EngineCost.from_report(COST)
+    used.add(12, 4, 30, None, 1)
+    assert used.row() | {"gpu_seconds": None, "cost_model": "unknown", "unknown_gpu_requests": 1} == used.row()
+    used.add(12, 4, 30, cost, 4)
+    assert used.row()["gpu_seconds"] == pytest.approx(2 * (0.8 + 30 * (11 / 4 + 0.77)) / 1000)
+    assert used.row()["unknown_gpu_requests"] == 1
 
 
 def bearer(key):
@@ -102,7 +128,7 @@ def test_what_a_tenants_key_opens_and_counts(tmp_path, caplog):
 
     async def main():
         async with (
-            FakeWorker(on_request=usage) as worker,
+            FakeWorker(on_request=usage, info={"cost_model": COST}) as worker,
             routing(worker, keys_file=path, admin_api_key="boss", worker_api_key="fleet") as (_, client),
         ):
             for headers, code in (
@@ -138,11 +164,14 @@ def test_what_a_tenants_key_opens_and_counts(tmp_path, caplog):
                 assert (await client.ask(method, way, b"{}", bearer("ka"))).status == 401, way
             row = {"tenant": "acme", "model": "m", "requests": 3, "prompt_tokens": 36, "cached_tokens": 12}
             got = await client.ask("GET", "/usage", headers=ADMIN)
-            assert got.json == {"usage": [{**row, "answer_tokens": 90}]}
+            # 3 * 2 devices * (8 tokens * 0.1 ms + 30 steps * (1 + 10 + 0.5 + 27 tokens * 0.01) ms)
+            row |= {"answer_tokens": 90, "gpu_seconds": 2.1234, "unknown_gpu_requests": 0}
+            assert got.json == {"usage": [{**row, "cost_model": "measured", "step_time_error": 0.1}]}
             table = (await client.ask("GET", "/usage?format=csv", headers=ADMIN)).body.decode().splitlines()
-            assert table[1] == "acme,m,3,36,12,90"
+            assert table[1] == "acme,m,3,36,12,90,2.1234,0,measured,0.1"
             text = (await client.ask("GET", "/metrics")).body.decode()
             assert 'tokenyard_router_tenant_answer_tokens_total{tenant="acme",model="m"} 90' in text
+            assert 'tokenyard_router_tenant_gpu_seconds_total{tenant="acme",model="m"} 2.1234' in text
             assert 'tokenyard_router_tenant_limited_total{tenant="acme"} 1' in text
             await client.ask("POST", "/flush_cache", headers=ADMIN)
 

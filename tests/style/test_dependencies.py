@@ -18,6 +18,7 @@ DISTRIBUTIONS = {
     "flashinfer": "flashinfer-python",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
+    "jwt": "pyjwt",
     "opentelemetry": "opentelemetry-sdk",
     "yaml": "pyyaml",
     "zmq": "pyzmq",

@@ -8,6 +8,7 @@ from tokenyard.router.router_metrics import RouterMetrics
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.workers import HttpWorkers
 from tokenyard.routing.dispatch import Dispatcher
+from tokenyard.routing.gpu_seconds import EngineCost
 from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.routing.registry import make_policy
 from tokenyard.server.metrics.prometheus import Metrics
@@ -75,7 +76,9 @@ def test_the_router_exports_its_table():
     metrics, index = RouterMetrics(), PrefixIndex(1 << 20)
     workers = HttpWorkers(RouterSettings(), index)
     workers.set_cards(workers.add("http://127.0.0.1:1", "flag"), [{"id": "m"}])
-    metrics.used("acme", "m", 3, 1, 2)
+    terms = dict.fromkeys(("step_ms", "floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms"), 1.0)
+    cost = EngineCost.from_report({"terms": terms, "devices": 1, "origin": "a profile"})
+    metrics.usage_of("acme", "m").add(3, 1, 2, cost, 1)
     metrics.limited("acme")
     for counts in (metrics.errors, metrics.statuses, metrics.chosen, metrics.worker_errors):
         counts[200] += 1

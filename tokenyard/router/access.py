@@ -4,10 +4,10 @@ import hmac
 import logging
 
 from tokenyard.base.cross_site import is_loopback, why_cross_site, why_foreign_host
-from tokenyard.router.api_keys import KeyFile
 from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.errors import RouterError
 from tokenyard.router.router_settings import RouterSettings
+from tokenyard.router.tenant_keys import TenantKeys
 from tokenyard.routing.tenant_limits import KeyUsage
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ def check_key(request: ClientRequest, key: str) -> None:
         raise _wrong_key()
 
 
-def tenant_key(request: ClientRequest, settings: RouterSettings, keys: KeyFile, now_s: float) -> KeyUsage | None:
+def tenant_key(request: ClientRequest, settings: RouterSettings, keys: TenantKeys, now_s: float) -> KeyUsage | None:
     """What the key of a request allows, None for the API key, which is no tenant's. `now_s`: Unix time.
 
-    Raises RouterError (401) for an unknown key and for one that has expired.
+    Raises RouterError (401) for an unknown key and for one that has expired, (503) for one that cannot be checked.
     """
     usage = keys.find(given_key(request))
     if usage is None:

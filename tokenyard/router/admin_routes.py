@@ -16,7 +16,13 @@ from tokenyard.base.version import __version__
 from tokenyard.batch.batch_api import FLAG
 from tokenyard.router.access import audit, check_access, tenant_key
 from tokenyard.router.batches import FileSender, RouterBatches
-from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
+from tokenyard.router.client_connection import (
+    JSON_TYPE,
+    UPLOAD_PATH,
+    ClientConnection,
+    ClientHandler,
+    ClientRequest,
+)
 from tokenyard.router.dispatch_driver import Answer, DispatchDriver
 from tokenyard.router.errors import RouterError
 from tokenyard.router.health import ask
@@ -109,8 +115,13 @@ class Control:
         if batches is None:
             message = f"this router keeps no files and batches; start it with {FLAG} FOLDER"
             raise RouterError(404, message, code="not_found")
-        if request.upload is not None:
-            return _Task(front, batches.uploaded(request.upload))
+        upload = request.upload
+        if upload is None and request.path == UPLOAD_PATH and request.method == b"POST":
+            # Its body was kept while its key was checked.
+            upload = batches.upload(front, request)
+            upload.feed(request.body)
+        if upload is not None:
+            return _Task(front, batches.uploaded(upload))
         content = batches.answer(request)
         if isinstance(content, Path):
             return FileSender(front, content)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 DIGEST_CHARS = 64
 FIELDS = frozenset(
     {
-        *("sha256", "tenant", "expires", "requests_per_minute", "tokens_per_minute", "max_open_requests"),
+        *("tenant", "expires", "requests_per_minute", "tokens_per_minute", "max_open_requests"),
         *("max_priority", "models"),
     }
 )
@@ -85,12 +85,21 @@ def read_keys(path: str) -> dict[str, KeyGrant]:
 def _grant(entry: Any, where: str) -> tuple[str, KeyGrant]:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must have fields: {{sha256: ..., tenant: ...}}")
+    rest = dict(entry)
+    digest = rest.pop("sha256", None)
+    if not isinstance(digest, str) or len(digest) != DIGEST_CHARS or not set(digest) <= set("0123456789abcdef"):
+        raise ConfigError(f"{where}: sha256 must be the 64 hex digits of: printf %s KEY | sha256sum")
+    return digest, read_grant(rest, where)
+
+
+def read_grant(entry: Any, where: str) -> KeyGrant:
+    """What a key allows, by fields of an entry besides its digest. Raises ConfigError, which begins with `where`."""
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} must have fields: {{tenant: ...}}")
     unknown = entry.keys() - FIELDS
     if unknown:
         raise ConfigError(f"{where} has unknown fields {sorted(map(str, unknown))}; known are {sorted(FIELDS)}")
-    digest, tenant = entry.get("sha256"), entry.get("tenant")
-    if not isinstance(digest, str) or len(digest) != DIGEST_CHARS or not set(digest) <= set("0123456789abcdef"):
-        raise ConfigError(f"{where}: sha256 must be the 64 hex digits of: printf %s KEY | sha256sum")
+    tenant = entry.get("tenant")
     if not isinstance(tenant, str) or not tenant or not tenant.isascii() or not tenant.isprintable():
         raise ConfigError(f"{where}: tenant must be a name in printable ASCII")
     models, highest = entry.get("models") or [], entry.get("max_priority")
@@ -98,7 +107,7 @@ def _grant(entry: Any, where: str) -> tuple[str, KeyGrant]:
         raise ConfigError(f"{where}: models must be a list of names")
     if highest is not None and type(highest) is not int:
         raise ConfigError(f"{where}: max_priority must be a whole number")
-    return digest, KeyGrant(
+    return KeyGrant(
         tenant,
         _expiry(entry.get("expires"), where),
         _limit(entry, "requests_per_minute", where),

@@ -188,15 +188,14 @@ class RouterBatches:
         exchange.added_headers = [(LINE_HEADER, b"1")]
         if batch.tenant:
             exchange.added_headers.append((TENANT_HEADER, batch.tenant.encode("latin-1", "replace")))
+            exchange.used_by = batch.tenant
         router.arrived(exchange)
         try:
             status, data = await answer.done
         finally:
             exchange.client_gone()
-        prompt, cached, output = exchange.tokens_used()
+        prompt, _, output = exchange.tokens_used()
         self._budget.line_ended(prompt + output)
-        if batch.tenant:
-            router.metrics.used(batch.tenant, router.workers.base_of(parsed.model), prompt, cached, output)
         return status, data
 
 

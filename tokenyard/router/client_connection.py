@@ -383,9 +383,17 @@ class ClientConnection(asyncio.Protocol):
 
     def _start(self, request: ClientRequest) -> None:
         self.current = request
-        job = self._handler(self, request)
+        self.hand_to(self._handler, request)
+
+    def hand_to(self, handler: Handler, request: ClientRequest) -> None:
+        """Have `handler` answer a request, unless its client has left."""
+        if self.current is not request:
+            return
+        job = handler(self, request)
         if self.current is request:
             self.job = job
+            if job is not None and self.paused:
+                job.pause()
 
     def begin(self, first_line: bytes, headers: Headers, more: bytes = b"") -> None:
         """Send the head of a response, followed by `more`."""

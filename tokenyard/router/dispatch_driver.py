@@ -11,7 +11,6 @@ from typing import Any
 
 from tokenyard.base import NS_PER_MS, NS_PER_S, TokenyardError
 from tokenyard.base.log_format import quoted_word
-from tokenyard.router.api_keys import KeyFile
 from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.errors import RouterError, refusal
 from tokenyard.router.health import HealthChecker
@@ -19,6 +18,7 @@ from tokenyard.router.request_features import BYTES_PER_TOKEN, ParsedRequest
 from tokenyard.router.router_metrics import RouterMetrics
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.router_sync import RouterSync
+from tokenyard.router.tenant_keys import open_tenant_keys
 from tokenyard.router.workers import HttpTarget, HttpWorker, HttpWorkers
 from tokenyard.routing.dispatch import NEVER_NS, Action, Choice, Dispatcher, PendingRequest, Refuse, Send
 from tokenyard.routing.load import DispatchedRequest
@@ -64,6 +64,8 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
         """What the router read from its body."""
         self.key: KeyUsage | None = None
         """The limits that it counts against, None without a tenant's key."""
+        self.used_by = ""
+        """The tenant in whose usage it counts, "" for none."""
         self.waited_ns = 0
         """From its arrival until it was first sent, or refused; 0 before."""
         self.first_byte_ns = 0
@@ -72,6 +74,10 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
         """How it ended: done, client_gone or the code of an error."""
         self._usage: tuple[int | None, int | None, int | None] = (None, None, None)
         """Tokens of prompt, cached prompt and answer, as the response reports them."""
+
+    def charge(self, key: KeyUsage | None) -> None:
+        """Count it against the limits of a key, and in the usage of its tenant."""
+        self.key, self.used_by = key, "" if key is None else key.grant.tenant
 
     @property
     @abstractmethod
@@ -86,9 +92,18 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
     def abort(self, error: TokenyardError) -> None:
         """End it with `error` in any state."""
 
-    @abstractmethod
     def tokens_used(self) -> tuple[int, int, int]:
-        """Tokens of prompt, cached prompt and answer; an estimate of the prompt where the answer does not report it."""
+        """Tokens of prompt, cached prompt and answer, as the answer reports them, else as `estimate` does."""
+        (prompt, cached, output), by_estimate = self._usage, self.estimate()
+        return (
+            by_estimate[0] if prompt is None else prompt,
+            cached or 0,
+            by_estimate[1] if output is None else output,
+        )
+
+    @abstractmethod
+    def estimate(self) -> tuple[int, int]:
+        """Tokens of prompt and answer where the answer does not report them."""
 
     def log_fields(self) -> dict[str, Any]:
         """What the log says of it once it has ended, besides times."""
@@ -135,7 +150,7 @@ class DispatchDriver:
         )
         self.policy, self.queue = self.machine.policy, self.machine.queue
         self.exchanges: set[OpenRequest] = set()
-        self.keys = KeyFile(settings.keys_file) if settings.keys_file else None
+        self.keys = open_tenant_keys(settings)
         self.draining = False
         self.worker_headers: list[tuple[bytes, bytes]] = []
         if settings.worker_api_key:
@@ -185,6 +200,8 @@ class DispatchDriver:
     async def close(self) -> None:
         """Stop what runs next to requests."""
         await self.health.close()
+        if self.keys is not None:
+            await self.keys.close()
 
     def model_cards(self) -> dict[str, dict[str, Any]]:
         """The model cards of all healthy workers, by name."""
@@ -221,19 +238,22 @@ class DispatchDriver:
     def ended(self, request: OpenRequest) -> None:
         """A request has ended in any way."""
         self.exchanges.discard(request)
+        if request.used_by:
+            self._count_usage(request)
         self.machine.ended(request)
-        if request.key is not None:
-            self._count_usage(request, request.key)
         if self.settings.log_requests:
             log_request(request, self.now_ns())
         self.wake()
 
-    def _count_usage(self, request: OpenRequest, key: KeyUsage) -> None:
-        """A request with a tenant's key has ended: count its tokens, as its answer reports them."""
+    def _count_usage(self, request: OpenRequest) -> None:
+        """A tenant's request has ended, and is still counted at its target: count what it used."""
         prompt, cached, output = request.tokens_used()
-        key.ended(prompt + output - request.facts.tokens)
-        model = self.workers.base_of(request.facts.model)
-        self.metrics.used(key.grant.tenant, model, prompt, cached, output)
+        if request.key is not None:
+            request.key.ended(prompt + output - request.facts.tokens)
+        used = self.metrics.usage_of(request.used_by, self.workers.base_of(request.facts.model))
+        target = request.target
+        cost, rows = (None, 1) if target is None else (target.worker.cost, target.state.requests)
+        used.add(prompt, cached, output, cost, rows)
 
     def prefill_ended(self, request: OpenRequest, *, computed: bool) -> None:
         """The prefill worker is done with a request."""

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, ConfigError, TokenyardError
 from tokenyard.base.fleet_headers import AGE_HEADER, TENANT_HEADER, age_text
+from tokenyard.router.access import given_key
 from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.dispatch_driver import OpenRequest
 from tokenyard.router.errors import RouterError, error_body, error_headers, status_of
@@ -116,11 +117,8 @@ class PickedRequest(OpenRequest):
             self._router.ended(self)
 
     @override
-    def tokens_used(self) -> tuple[int, int, int]:
-        prompt, cached, output = self._usage
-        if prompt is None:
-            prompt = self.parsed.tokens if self.status == 200 else 0
-        return prompt, cached or 0, output or 0
+    def estimate(self) -> tuple[int, int]:
+        return self.parsed.tokens if self.status == 200 else 0, 0
 
     @override
     def check_time(self, now_s: float) -> None:
@@ -229,10 +227,12 @@ class PickerStream:
         assert self._headers is not None
         request = self._client_request(self._headers, bytes(self._body))
         request.request_id = self._router.request_id(request)
+        if self._router.keys is not None:
+            await self._router.keys.check(given_key(request))
         parsed, key = self._router.admitted(request)
         parsed.among = self._subset
         picked = self._picked = PickedRequest(self._router, request, parsed)
-        picked.key = key
+        picked.charge(key)
         self._router.arrived(picked)
         await picked.placed
         headers = picked.headers()

@@ -1,5 +1,6 @@
 """The router: accepts requests of clients, answers its own routes and proxies the rest to workers."""
 
+import asyncio
 import logging
 import re
 import time
@@ -13,10 +14,10 @@ from tokenyard.base import TokenyardError
 from tokenyard.base.admin_paths import is_admin_path
 from tokenyard.base.response_ids import engine_of_response
 from tokenyard.base.sessions import conversation_of, derived_session, named_session, short_session, tenant_session
-from tokenyard.router.access import audit, check_access, tenant_key
+from tokenyard.router.access import audit, check_access, given_key, tenant_key
 from tokenyard.router.admin_routes import Control
 from tokenyard.router.batches import RouterBatches
-from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest
+from tokenyard.router.client_connection import BodyReader, ClientConnection, ClientHandler, ClientRequest
 from tokenyard.router.disagg_exchange import DISAGG_PATHS, DisaggExchange
 from tokenyard.router.dispatch_driver import DispatchDriver
 from tokenyard.router.errors import RouterError
@@ -25,6 +26,7 @@ from tokenyard.router.proxy_exchange import Exchange
 from tokenyard.router.request_features import ParsedRequest, Tokenize, asked_priority, parse_body
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.stream_continuation import RESPONSES, wants_stream
+from tokenyard.router.tenant_keys import TenantKeys
 from tokenyard.routing.tenant_limits import KeyUsage
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,30 @@ MAX_HOPS = 8
 MAX_REQUEST_ID_CHARS = 128
 
 
+class KeyCheck(ClientHandler):
+    """A request whose key is being checked."""
+
+    def __init__(self, router: "Router", keys: TenantKeys, front: ClientConnection, request: ClientRequest) -> None:
+        self._router, self._keys, self._front, self._request = router, keys, front, request
+        self._task = asyncio.get_running_loop().create_task(self._wait())
+
+    async def _wait(self) -> None:
+        await self._keys.check(given_key(self._request))
+        self._front.hand_to(self._router.handle_known, self._request)
+
+    @override
+    def client_gone(self) -> None:
+        self._task.cancel()
+
+    @override
+    def pause(self) -> None:
+        """Nothing is written yet."""
+
+    @override
+    def resume(self) -> None:
+        """Nothing is written yet."""
+
+
 class Router(DispatchDriver):
     """A dispatch driver with client connections."""
 
@@ -65,7 +91,7 @@ class Router(DispatchDriver):
         self._id_head = str(uuid.uuid4()).rpartition("-")[0].encode()
         self._numbers = count()
         self._session_header = settings.session_header.lower().encode()
-        self.own_key = bool(settings.worker_api_key or settings.api_key or settings.keys_file)
+        self.own_key = bool(settings.worker_api_key or settings.api_key or settings.has_tenant_keys)
         """Whether the key of a client is for the router, and no worker gets it."""
         self._passing = HeaderForwarding(self._id, self.worker_headers, own_key=self.own_key)
         self.batches = RouterBatches(self, self._parsed, self._passing) if settings.file_storage_path else None
@@ -84,12 +110,29 @@ class Router(DispatchDriver):
     def new_connection(self) -> ClientConnection:
         """The protocol of a new client connection."""
         max_body_bytes = int(self.settings.max_body_mb * 1e6)
-        uploads = None if self.batches is None else self.batches.upload
+        uploads = None if self.batches is None else self._upload
         return ClientConnection(self.handle, self.connections, max_body_bytes, self.max_connections, uploads)
 
+    def _upload(self, front: ClientConnection, request: ClientRequest) -> BodyReader | None:
+        """What reads the body of a new file, given its head; None to keep it until the key is checked."""
+        assert self.batches is not None
+        key = given_key(request)
+        if self.keys is not None and self.keys.pending(key):
+            self.keys.begin(key)
+            return None
+        return self.batches.upload(front, request)
+
     def handle(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
-        """Answer a request of the router's own, or start an exchange with a worker, which is returned."""
+        """Answer a request of the router's own, or start an exchange with a worker, which is returned. A key that is
+        checked elsewhere is checked first.
+        """
         request.request_id = self.request_id(request)
+        if self.keys is not None and self.keys.pending(given_key(request)):
+            return KeyCheck(self, self.keys, front, request)
+        return self.handle_known(front, request)
+
+    def handle_known(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
+        """The same for a request whose key needs no check."""
         own = self._control.takes(request)
         try:
             if own:
@@ -112,7 +155,7 @@ class Router(DispatchDriver):
         parsed, key = self.admitted(request)
         kind = DisaggExchange if self.workers.has_disagg_workers and request.path in DISAGG_PATHS else Exchange
         exchange = kind(self, self._passing, front, request, parsed)
-        exchange.key = key
+        exchange.charge(key)
         self.arrived(exchange)
         return exchange
 

@@ -329,13 +329,9 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         self._router.learn(self.parsed, sent, prompt, cached)
 
     @override
-    def tokens_used(self) -> tuple[int, int, int]:
-        prompt, cached, output = self._usage
-        if output is None:
-            output = 0 if self._resumed is None else self._resumed.token_count
-        if prompt is None:
-            prompt = self.parsed.tokens if self._started else 0
-        return prompt, cached or 0, output
+    def estimate(self) -> tuple[int, int]:
+        answer = 0 if self._resumed is None else self._resumed.token_count
+        return self.parsed.tokens if self._started else 0, answer
 
     @override
     def log_fields(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenyard.base.metric import Metric
 from tokenyard.routing.dispatch import Dispatcher
+from tokenyard.routing.gpu_seconds import TenantUsage
 from tokenyard.routing.policies import REASONS
 from tokenyard.routing.workers import Workers
 
@@ -49,6 +50,15 @@ METRICS = (
     Metric("tenant_prompt_tokens_total", "counter", "their prompt tokens", ("tenant", "model")),
     Metric("tenant_cached_tokens_total", "counter", "prompt tokens of theirs that were cached", ("tenant", "model")),
     Metric("tenant_answer_tokens_total", "counter", "tokens of their answers", ("tenant", "model")),
+    Metric(
+        "tenant_gpu_seconds_total", "counter", "their GPU-seconds, by the cost models of engines", ("tenant", "model")
+    ),
+    Metric(
+        "tenant_unknown_gpu_requests_total",
+        "counter",
+        "requests of theirs at engines that report no cost model, and so without GPU-seconds",
+        ("tenant", "model"),
+    ),
     Metric("tenant_limited_total", "counter", "requests refused because of a limit of their key", ("tenant",)),
     Metric("queued_requests", "gauge", "requests in the queue, by the base model that they are for", ("model",)),
     Metric("queued_tokens", "gauge", "prompt tokens of requests in the queue", ("model",)),
@@ -64,12 +74,15 @@ METRICS = (
 )
 """All metrics, in the order of /metrics."""
 
-USAGE = (
-    "tenant_requests_total",
-    "tenant_prompt_tokens_total",
-    "tenant_cached_tokens_total",
-    "tenant_answer_tokens_total",
-)
+USAGE = {
+    "tenant_requests_total": "requests",
+    "tenant_prompt_tokens_total": "prompt_tokens",
+    "tenant_cached_tokens_total": "cached_tokens",
+    "tenant_answer_tokens_total": "answer_tokens",
+    "tenant_gpu_seconds_total": "gpu_seconds",
+    "tenant_unknown_gpu_requests_total": "unknown_gpu_requests",
+}
+"""Fields of `TenantUsage` by metric."""
 
 Values = Mapping[tuple[str, ...], float]
 """The samples of a metric: label values -> value."""
@@ -114,7 +127,7 @@ class RouterMetrics:
     statuses: responses of workers by HTTP status.
     ttft: times to the first byte of streams.
     queue_times: times at the router until a request was sent or refused, by base model.
-    usage: by tenant and base model: requests, prompt tokens, cached prompt tokens and answer tokens.
+    usage: by tenant and base model.
     limits_met: requests that were refused because of a limit of their key, by tenant.
     chosen: requests sent per target.
     worker_errors: failures per target.
@@ -132,7 +145,7 @@ class RouterMetrics:
     statuses: Counter[int] = field(default_factory=Counter)
     ttft: Histogram = field(default_factory=Histogram)
     queue_times: dict[str, Histogram] = field(default_factory=dict)
-    usage: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+    usage: dict[tuple[str, ...], TenantUsage] = field(default_factory=dict)
     limits_met: Counter[str] = field(default_factory=Counter)
     chosen: Counter[str] = field(default_factory=Counter)
     worker_errors: Counter[str] = field(default_factory=Counter)
@@ -145,10 +158,9 @@ class RouterMetrics:
         """A stream began `seconds` after its request arrived."""
         self.ttft.observe(seconds)
 
-    def used(self, tenant: str, model: str, prompt: int, cached: int, answer: int) -> None:
-        """A request with a tenant's key has ended, with so many tokens."""
-        row = self.usage.setdefault((tenant, model), [0, 0, 0, 0])
-        row[:] = (old + new for old, new in zip(row, (1, prompt, cached, answer), strict=True))
+    def usage_of(self, tenant: str, model: str) -> TenantUsage:
+        """What a tenant has used of a model, to count further requests."""
+        return self.usage.setdefault((tenant, model), TenantUsage())
 
     def limited(self, tenant: str) -> None:
         """A request was refused because of a limit of its key."""
@@ -156,17 +168,16 @@ class RouterMetrics:
 
     def usage_rows(self) -> list[dict[str, Any]]:
         """`usage` as rows, by tenant and model."""
-        names = ("requests", "prompt_tokens", "cached_tokens", "answer_tokens")
         return [
-            {"tenant": tenant, "model": model, **dict(zip(names, counts, strict=True))}
-            for (tenant, model), counts in sorted(self.usage.items())
+            {"tenant": tenant, "model": model, **self.usage[tenant, model].row()}
+            for tenant, model in sorted(self.usage)
         ]
 
     def usage_csv(self) -> bytes:
         """`usage` as CSV with a header."""
         out = io.StringIO()
         writer = csv.writer(out)
-        writer.writerow(("tenant", "model", "requests", "prompt_tokens", "cached_tokens", "answer_tokens"))
+        writer.writerow(("tenant", "model", *TenantUsage().row()))
         writer.writerows(row.values() for row in self.usage_rows())
         return out.getvalue().encode()
 
@@ -224,8 +235,12 @@ class RouterMetrics:
             "worker_requests_total": _by(self.chosen),
             "worker_errors_total": _by(self.worker_errors),
             "tenant_limited_total": _by(self.limits_met),
-            **{name: {key: row[place] for key, row in self.usage.items()} for place, name in enumerate(USAGE)},
+            **self._usage_samples(),
         }
+
+    def _usage_samples(self) -> dict[str, Values]:
+        rows = {key: used.row() for key, used in self.usage.items()}
+        return {name: {key: row[of] for key, row in rows.items() if row[of] is not None} for name, of in USAGE.items()}
 
 
 def _target_gauges(machine: Dispatcher[Any, Any]) -> dict[str, Values]:

@@ -73,6 +73,20 @@ class RouterSettings:
     keys_file: str = setting(
         "", "listening", "YAML file of tenants' API keys with limits, read again when it changes; needs --admin-api-key"
     )
+    auth_url: str = setting(
+        "",
+        "listening",
+        "URL that is asked with a client's key, and answers with its tenant and limits; needs --admin-api-key",
+    )
+    oidc_issuer: str = setting(
+        "",
+        "listening",
+        "URL of the OpenID provider whose tokens are keys; needs --oidc-audience, --admin-api-key and tokenyard[oidc]",
+    )
+    oidc_audience: str = setting("", "listening", "audience that tokens must be for")
+    oidc_tenant_claim: str = setting("sub", "listening", "claim of a token that is its tenant")
+    auth_timeout_secs: float = setting(5.0, "listening", "maximum time for the check of a key", SECONDS)
+    auth_cache_secs: float = setting(60.0, "listening", "time for which a checked key is not checked again", SECONDS)
     worker_api_key: str = setting("", "listening", "key sent to workers instead of the client's", secret=True)
 
     file_storage_path: str = setting(
@@ -193,8 +207,17 @@ class RouterSettings:
                     "--tls-cert-path and --tls-key-path need each other; give both",
                 ),
                 (
-                    not self.keys_file or bool(self.admin_api_key),
-                    "--keys-file needs --admin-api-key, or every tenant could control the engines",
+                    not self.has_tenant_keys or bool(self.admin_api_key),
+                    "--keys-file, --auth-url and --oidc-issuer need --admin-api-key, or every tenant could control the"
+                    " engines",
+                ),
+                (
+                    not (self.auth_url and self.oidc_issuer),
+                    "--auth-url and --oidc-issuer both check keys; leave one of them out",
+                ),
+                (
+                    bool(self.oidc_issuer) == bool(self.oidc_audience),
+                    "--oidc-issuer and --oidc-audience need each other; give both",
                 ),
                 (
                     not self.file_storage_path or self.processes == 1,
@@ -214,6 +237,11 @@ class RouterSettings:
                 ),
             )
         )
+
+    @property
+    def has_tenant_keys(self) -> bool:
+        """Whether clients have keys of tenants."""
+        return bool(self.keys_file or self.auth_url or self.oidc_issuer)
 
     def dispatch(self) -> DispatchSettings:
         """The settings of the dispatch machine. Raises ConfigError for an invalid weight of a tenant."""

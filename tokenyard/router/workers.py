@@ -10,6 +10,7 @@ from tokenyard.base import ConfigError
 from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.stream_continuation import ANY_API, BY_OUTPUT_IDS, BY_PROMPT_IDS
 from tokenyard.router.worker_connection import ConnectionPool, WorkerUrl
+from tokenyard.routing.gpu_seconds import EngineCost
 from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.routing.workers import DECODE, PREFILL, Target, Worker, Workers
 
@@ -34,6 +35,8 @@ class HttpWorker(Worker):
     """The same for each rank of a Tokenyard engine."""
     by_params: bool = False
     """Whether it transfers KV as vLLM does, by `kv_transfer_params`."""
+    cost: EngineCost | None = None
+    """Its cost model; None if it reports none."""
     path_and_host: tuple[bytes, bytes] = (b"", b"")
     """Path prefix and Host header, encoded."""
 
@@ -126,6 +129,7 @@ class HttpWorkers(Workers[HttpWorker]):
         if port and _is_port(port):
             worker.bootstrap_port = port
         worker.bootstrap_ports = tuple(ports) if isinstance(ports, list) and all(map(_is_port, ports)) else ()
+        worker.cost = EngineCost.from_report(info.get("cost_model"))
         self.report(worker, info)
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class Bucket:
         return self.level
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class KeyUsage:
     """The limits and the open requests of one key."""
 

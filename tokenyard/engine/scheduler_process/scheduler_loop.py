@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from tokenyard.base import ConfigError, DistributedExecutor, Executor, InvalidRequestError
 from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.messages import NO_REPLY, RpcRequest, ToScheduler
 from tokenyard.engine.scheduler_process.attachments.base import Attachment
+from tokenyard.engine.scheduler_process.attachments.cost_report import CostReport
 from tokenyard.engine.scheduler_process.attachments.disagg import open_disagg_connector
 from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
 from tokenyard.engine.scheduler_process.attachments.kv_events import KvEvents, open_kv_events
@@ -83,6 +85,13 @@ class Closable(Protocol):
         """Release the resource."""
 
 
+def _origin_of(profile: str, measured: object) -> str:
+    """How the first cost model is known, "" if it is a guess."""
+    if not profile:
+        return "measured at the start" if measured is not None else ""
+    return f"profile {Path(profile).name if Path(profile).is_file() else profile}"
+
+
 Opened = TypeVar("Opened", bound=Closable | None)
 
 
@@ -122,7 +131,9 @@ class SchedulerLoop:
             executor = _closing(resources, load_executor(config))
             self.info = executor.info
             self.divided = executor if isinstance(executor, DistributedExecutor) else None
-            prior = load_prior(config.cost_profile) or measure_prior(config, executor)
+            prior, measured = load_prior(config.cost_profile), None
+            if prior is None:
+                prior = measured = measure_prior(config, executor)
             self.core = core = build_scheduler(config, executor.info, tape, prior)
             attachments: list[Attachment] = []
 
@@ -140,6 +151,8 @@ class SchedulerLoop:
             attach(LookaheadClient(core, config.scheduler_settings(executor.info)))
             attach(TenantUsageExchange(core, port.send) if config.ranks > 1 else None)
             attach(KvEvents(core, publisher) if publisher is not None else None)
+            devices = 1 if config.enable_dp_attention else max(config.tp_size, config.pp_size)
+            attach(CostReport(core, _origin_of(config.cost_profile, measured), devices))
             self._driver = Driver(
                 self.core,
                 executor,

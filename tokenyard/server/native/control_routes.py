@@ -353,6 +353,7 @@ async def server_info(state: State) -> dict[str, Any]:
         "dp_size": size,
         "disaggregation_bootstrap_ports": [ports.get(rank, 0) for rank in range(size)] if any(ports.values()) else [],
         "heartbeat_age_s": age_s if math.isfinite(age_s) else None,
+        "cost_model": next((counters["cost_model"] for counters in ranks.values() if "cost_model" in counters), None),
         "internal_states": [_with_old_names(counters) for counters in ranks.values()],
     }
 
