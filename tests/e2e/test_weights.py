@@ -319,7 +319,8 @@ import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from safetensors.torch import load_file
 
-url, path, port = sys.argv[1:]
+url, path, port, size = sys.argv[1:]
+size = int(size)
 
 def post(route, body):
     data, kind = json.dumps(body).encode(), {"content-type": "application/json"}
@@ -327,14 +328,15 @@ def post(route, body):
 
 # As SGLang's clients make the group.
 name, answers = "weight_update_group", []
-asked = {"master_address": "127.0.0.1", "master_port": int(port), "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+place = {"master_address": "127.0.0.1", "master_port": int(port)}
+asked = place | {"rank_offset": 1, "world_size": size, "backend": "gloo"}
 joining = threading.Thread(target=lambda: answers.append(post("/init_weights_update_group", asked)))
 joining.start()
-store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
+store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, size))
 store = dist.PrefixStore(name, store)
 limit = c10d.default_pg_timeout
 group, _ = c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, group_name=name, timeout=limit)
-c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
 joining.join()
 tensors = load_file(path)
 names = sorted(tensors)
@@ -356,19 +358,24 @@ print(json.dumps(answers))
 """
 
 
-@pytest.mark.slow
-def test_a_trainer_broadcasts_weights(server, models):
-    (_, b), root = models[0].values(), models[1]
-    assert update(server, root / "a", weight_version="base")[0] == 200
+def broadcast(server, path, size):
+    """Have a trainer broadcast the tensors of a file to a server, with whose processes it is a group of `size`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", TRAINER, server.url, str(root / "b" / "model.safetensors"), str(port)]
+    command = [sys.executable, "-c", TRAINER, server.url, str(path), str(port), str(size)]
     trainer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert trainer.returncode == 0, trainer.stderr
     answers = json.loads(trainer.stdout.splitlines()[-1])
     assert [answer["success"] for answer in answers] == [True] * 4
     assert answers[2]["weight_version"] == "broadcast"
+
+
+@pytest.mark.slow
+def test_a_trainer_broadcasts_weights(server, models):
+    (_, b), root = models[0].values(), models[1]
+    assert update(server, root / "a", weight_version="base")[0] == 200
+    broadcast(server, root / "b" / "model.safetensors", 2)
     answer = ask(server)
     assert answer["output_ids"] == greedy_over([(b, 8)], PROMPT)
     assert answer["meta_info"]["weight_version"] == "broadcast"
@@ -377,3 +384,62 @@ def test_a_trainer_broadcasts_weights(server, models):
     )
     assert (status, answer["success"]) == (400, False)
     assert "/init_weights_update_group" in answer["message"]
+
+
+DIVIDED = {
+    "tensor-parallel": ("--tp-size", "2"),
+    "DP attention": ("--enable-dp-attention", "--tp-size", "2", "--dp-size", "2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", DIVIDED)
+def test_all_ranks_of_a_model_change_their_weights_or_none(models, form):
+    (a, b), root = models[0].values(), models[1]
+    by_version = {"default": a, "v2": b}
+    # Only the second tensor-parallel rank reads the row.
+    tensors, name = load_file(root / "b" / "model.safetensors"), "model.layers.1.mlp.gate_proj.weight"
+    tensors[name][-1] = torch.nan
+    shutil.copytree(root / "b", root / form)
+    save_file(tensors, root / form / "model.safetensors")
+    running = Server(str(root / "a"), *FLAGS, "--max-total-tokens", "2048", "--threads", "1", *DIVIDED[form])
+    try:
+        status, answer = update(running, root / form, weight_version="bad")
+        assert (status, answer["success"]) == (400, False)
+        assert f"tensor {name!r} has numbers that are NaN" in answer["message"]
+        assert ("tensor-parallel rank 1: " in answer["message"]) == (form == "tensor-parallel")
+        assert ask(running)["output_ids"] == greedy_over([(a, 8)], PROMPT)
+        found = []
+        many = [threading.Thread(target=lambda: found.append(ask(running, 150, PROMPT[:20]))) for _ in range(3)]
+        for thread in many:
+            thread.start()
+        time.sleep(0.2)
+        assert update(running, root / "b", weight_version="v2")[0] == 200
+        for thread in many:
+            thread.join()
+        for answer in found:
+            runs = answer["meta_info"].get("weight_runs", [{"weight_version": "v2", "tokens": 150}])
+            models_of_runs = [(by_version[run["weight_version"]], run["tokens"]) for run in runs]
+            assert answer["output_ids"] == greedy_over(models_of_runs, PROMPT[:20])
+        assert post(f"{running.url}/release_memory_occupation")[0] == 200
+        # A process that takes the place of another gives its memory back too.
+        os.kill(running.children()[0], signal.SIGKILL)
+        running.wait_for(rf"(?s)(?:runs again.*){{{1 if form == 'tensor-parallel' else 2}}}")
+        waiting = threading.Thread(target=lambda: found.append(ask(running)))
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive(), "there are no weights yet"
+        assert post(f"{running.url}/resume_memory_occupation")[0] == 200
+        waiting.join(20)
+        assert found[-1]["output_ids"] == greedy_over([(b, 8)], PROMPT)
+        os.kill(running.children()[0], signal.SIGKILL)
+        answer = ask(running)
+        assert answer["output_ids"] == greedy_over([(b, 8)], PROMPT)
+        assert answer["meta_info"]["weight_version"] == "v2"
+        assert update(running, root / "a")[0] == 200
+        broadcast(running, root / "b" / "model.safetensors", 3)
+        answer = ask(running)
+        assert answer["output_ids"] == greedy_over([(b, 8)], PROMPT)
+        assert answer["meta_info"]["weight_version"] == "broadcast"
+    finally:
+        assert running.close() == 0

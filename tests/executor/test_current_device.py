@@ -20,7 +20,7 @@ CALLS = {
     "weights that are read": lambda executor: ModelExecutor.prepare_weights(executor, WeightSource()),
     "weights that are received": lambda executor: ModelExecutor.receive_weights(executor, "g", []),
     "a group that is joined": lambda executor: ModelExecutor.join_weight_group(
-        executor, WeightGroup("g", "localhost", 1, 1, 2, "nccl")
+        executor, WeightGroup("g", "localhost", 1, 1, 0, 2, "nccl")
     ),
 }
 
@@ -52,7 +52,7 @@ def work(*_):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_thread_beside_the_steps_chooses_its_device(launches, monkeypatch, call):
     monkeypatch.setattr(TorchModel, "idle", work)
-    updates = SimpleNamespace(prepare=work, receive=work, groups=SimpleNamespace(join=work))
+    updates = SimpleNamespace(prepare=work, receive=work, join=work)
     model = TorchModel.__new__(TorchModel)
     executor = SimpleNamespace(_device=GPU, _updates=updates, model=model)
 

@@ -1,6 +1,7 @@
 """A model in stages: one process that has all layers is the judge, bit for bit."""
 
 import os
+import shutil
 import signal
 from collections import defaultdict, deque
 from dataclasses import replace
@@ -8,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.executor.driver import Driver
 from tests.executor.test_pieces import assert_copies_serve
 from tests.executor.test_tensor_parallel import OPTIONS, SERVED, assert_equal_bits, life_of_a_server, watch_logits
 from tests.executor.tiny_models import prompt_of
-from tokenyard.base import ConfigError, DeviceLostError
+from tokenyard.base import ConfigError, DeviceLostError, WeightSource
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.distributed import process_watch
 from tokenyard.executor.distributed.distributed_loader import load_executor as load_divided
@@ -191,3 +193,30 @@ def test_a_stage_that_is_killed_ends_all():
 @pytest.mark.slow
 def test_kv_that_is_copied_is_as_good_as_computed(stages):
     assert_copies_serve(stages)
+
+
+def test_stages_change_their_weights_from_the_same_step_on(stages, tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "new")
+    tensors = load_file(DEMO_MODEL / "model.safetensors")
+    last = max(name for name in tensors if name.endswith("o_proj.weight"))
+    save_file(tensors | {last: 2 * tensors[last]}, tmp_path / "new" / "model.safetensors")
+
+    def answer(executor):
+        driver = Driver(executor)
+        return driver.generate(driver.start(prompt_of(20, seed=3)), TOKENS)
+
+    before = answer(stages)
+    first = stages.prepare_weights(WeightSource(str(tmp_path / "new")))
+    assert answer(stages) == before, "they are only read"
+    stages.swap_weights()
+    options = {name: value for name, value in SERVED.items() if name != "draft_tokens"}
+    whole = load_executor(str(tmp_path / "new"), model_impl="torch", **OPTIONS, **options)
+    assert answer(stages) == answer(whole) != before
+    save_file(tensors | {last: torch.full_like(tensors[last], torch.nan)}, tmp_path / "nan.safetensors")
+    with pytest.raises(ConfigError, match="NaN"):
+        stages.prepare_weights(WeightSource(files=(str(tmp_path / "nan.safetensors"),)))
+    stages.drop_weights()
+    assert answer(stages) == answer(whole)
+    assert stages.prepare_weights(WeightSource(str(DEMO_MODEL))) != first
+    stages.swap_weights()
+    assert answer(stages) == before

@@ -131,11 +131,13 @@ class WeightSource:
     folder: a checkpoint; "" for the one in use.
     files: safetensors files with tensors that replace those of the checkpoint and of earlier updates, the latest last.
     received: whether tensors that were received since the last update replace them as well.
+    draft_folder: a checkpoint of the draft model; "" for the one in use.
     """
 
     folder: str = ""
     files: tuple[str, ...] = ()
     received: bool = False
+    draft_folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +145,17 @@ class WeightGroup:
     """A group of processes in which a trainer, its rank 0, broadcasts weights.
 
     address, port: where the trainer's store listens.
-    rank, size: of this process, and of the group.
+    rank_offset: the rank in the group of the engine's first process; the others follow it.
+    dp_rank: the data-parallel rank that joins, with all processes that its model is divided among.
+    size: of the group.
     backend: gloo or nccl.
     """
 
     name: str
     address: str
     port: int
-    rank: int
+    rank_offset: int
+    dp_rank: int
     size: int
     backend: str
 

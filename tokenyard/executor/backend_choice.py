@@ -70,6 +70,10 @@ class BackendChoice:
     deterministic: bool = False
     kv_dtype: torch.dtype = torch.float32
 
+    def for_another_thread(self) -> "BackendChoice":
+        """The same for a model that is loaded while steps run: threads of the native kernels take one job at a time."""
+        return self if self.engine is None else replace(self, engine=self.engine.another())
+
 
 def choose_backends(
     model_impl: str,

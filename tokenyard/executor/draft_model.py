@@ -101,6 +101,7 @@ class ModelDrafter:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._max_drafts, self.model, self._pages, self._choose, self.clock = max_drafts, model, pages, choose, clock
+        self.pool = pool
         self._device = pages.tensor.device
         self._valid = torch.zeros(pool.tensor.shape[2], dtype=torch.bool, device=self._device)
         self.rows: dict[int, _Row] = {}
@@ -108,6 +109,13 @@ class ModelDrafter:
         self._started = 0
         self._times = DraftTimes()
         self._drafting_s = 0.0
+
+    def use_model(self, model: ModelBackend) -> None:
+        """Draft by other weights from the next step on. KV of the old ones is computed again."""
+        self.model = model
+        self._valid.zero_()
+        for row in self.rows.values():
+            row.seen = -1
 
     @torch.inference_mode()
     def warm_up(self, lengths: Sequence[int]) -> None:

@@ -150,9 +150,10 @@ def give_back_pages(tensor: torch.Tensor) -> None:
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform == "linux" and tensor.device.type == "cpu" and end > begin:
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED)
-        )
+        libc, place, size = ctypes.CDLL(None), ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+        # The first is for memory that other processes map too, where the second gives nothing back.
+        if libc.madvise(place, size, ctypes.c_int(mmap.MADV_REMOVE)):
+            libc.madvise(place, size, ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from tokenyard.executor.cuda_graph_runner import why_not as why_not_record
 from tokenyard.executor.device_memory import device_memory, step_bytes
 from tokenyard.executor.distributed.partition import ModelPartition
 from tokenyard.executor.draft_loader import draft_config, draft_weight_bytes, load_draft_layers, make_drafter
+from tokenyard.executor.draft_model import ModelDrafter
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.hf_hub import resolve_model_path
@@ -137,13 +138,25 @@ def load_executor(
         _check_same_model(whole, read_folder_config(checkpoint.folder), checkpoint.folder)
         if target.type == "cpu":
             _check_room(checkpoint.folder, kind, choice, given)
-        # Steps run meanwhile, and the threads of the native kernels take one job at a time.
-        own = choice if choice.engine is None else replace(choice, engine=choice.engine.another())
+        own = choice.for_another_thread()
         # Memory that is resumed gets the weights of the start, from a converted file or at random as then.
         updates = checkpoint.updates if checkpoint.digest else None
-        layers = load_folder(own, whole, checkpoint.folder, given, target, kind, length, None, updates)
+        layers = load_folder(own, whole, checkpoint.folder, given, target, kind, length, part, updates)
         adapters = _make_adapters(layers, config, given, target, kind, own)
-        return LoadedModel(backend_of(own, layers, adapters), adapters)
+        draft_model = None if checkpoint.draft is None else load_draft_model_again(checkpoint.draft)
+        return LoadedModel(backend_of(own, layers, adapters), adapters, draft_model)
+
+    def load_draft_model_again(folder: Path) -> ModelBackend:
+        """Load other weights of the draft model, over its KV pool."""
+        if drafts is None or not isinstance(drafter := executor.drafter, ModelDrafter):
+            raise ConfigError(
+                "there is no draft model whose weights draft_model_path could change; leave it out, or start with"
+                " --speculative-algorithm STANDALONE"
+            )
+        _check_same_model(drafts.config, read_folder_config(folder), folder)
+        own, plain = drafts.choice.for_another_thread(), replace(given, quantization="none", deterministic=False)
+        layers = load_folder(own, drafts.config, folder, plain, target, kind, length, None, ())
+        return make_model(own, layers, drafter.pool, pages)
 
     model = backend_of(choice, layers, adapters)
     drafter = make_drafter(drafts, given, model, info, pages, target, choice.kv_dtype)
@@ -151,8 +164,9 @@ def load_executor(
         *(model, pool, pages, info, target, drafter, sampling_backend, adapters),
         _make_states(config, info, target, kind, pool),
     )
-    if part is None and (drafts is None or drafts.head is None):
-        executor.weight_updates = WeightUpdates(folder, load_again)
+    if drafts is None or drafts.head is None:
+        own_rank = (part.rank, part.size) if part is not None and part.within_rank else (0, 1)
+        executor.weight_updates = WeightUpdates(folder, load_again, rank=own_rank[0], ranks=own_rank[1])
     if target.type == "cuda" and part is None:
         warm_up(executor)
     return executor

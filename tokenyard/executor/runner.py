@@ -24,6 +24,7 @@ from tokenyard.base import (
 from tokenyard.executor.cuda_devices import use_device
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.cuda_streams import HostCopies, StepTimer
+from tokenyard.executor.draft_model import ModelDrafter
 from tokenyard.executor.drafter import Choose, Drafter, accepted_runs, drafts_to_verify
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import DelayedSamplingRows, FutureMap
@@ -218,7 +219,7 @@ class ModelExecutor:
             self.adapters.drop(adapter)
 
     def prepare_weights(self, source: WeightSource) -> str:
-        """Read other weights next to those in use; see Executor. Raises ConfigError, also for a divided model."""
+        """Read other weights next to those in use; see Executor."""
         use_device(self._device)
         with torch.inference_mode():
             return self._updates.prepare(source)
@@ -227,9 +228,8 @@ class ModelExecutor:
     def _updates(self) -> WeightUpdates:
         if self.weight_updates is None:
             raise ConfigError(
-                "the weights of a model over several ranks (--tp-size, --pp-size, --enable-dp-attention) or with"
-                " a draft head (--speculative-algorithm NEXTN, EAGLE, EAGLE3) cannot be changed or read yet; restart"
-                " the engine with the new checkpoint"
+                "the weights of a model with a draft head (--speculative-algorithm NEXTN, EAGLE, EAGLE3) cannot be"
+                " changed or read yet; restart the engine with the new checkpoint"
             )
         return self.weight_updates
 
@@ -250,7 +250,7 @@ class ModelExecutor:
     def join_weight_group(self, group: WeightGroup) -> None:
         """Join a trainer's group; see Executor."""
         use_device(self._device)
-        self._updates.groups.join(group)
+        self._updates.join(group)
 
     def receive_weights(self, group: str, tensors: list[tuple[str, str, list[int]]]) -> None:
         """Receive tensors for the next update; see Executor."""
@@ -263,11 +263,13 @@ class ModelExecutor:
 
     def swap_weights(self) -> None:
         """Use the weights that were prepared; see Executor."""
-        assert self.weight_updates is not None
-        loaded = self.weight_updates.take()
+        loaded = self._updates.take()
         if loaded.adapters is not None and self.adapters is not None:
             loaded.adapters.take_over(self.adapters)
         self.model, self.adapters = loaded.model, loaded.adapters
+        if loaded.draft_model is not None:
+            assert isinstance(self.drafter, ModelDrafter)
+            self.drafter.use_model(loaded.draft_model)
 
     def drop_weights(self) -> None:
         """Free weights that were prepared; see Executor."""

@@ -60,23 +60,26 @@ class WeightGroups:
         self._groups: dict[str, Any] = {}
         self._received = 0
 
-    def join(self, group: WeightGroup) -> None:
-        """Join a group; waits until all its members have. Raises ConfigError."""
+    def join(self, group: WeightGroup, rank: int) -> None:
+        """Join a group as its rank `rank`; waits until all its members have. Raises ConfigError."""
         if group.name in self._groups:
             raise ConfigError(f"the group {group.name!r} is there already; leave it first")
         if group.backend == "nccl" and not torch.cuda.is_available():
             raise ConfigError("backend nccl needs a CUDA device; use gloo")
         if group.backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend {group.backend!r} is unknown; use gloo or nccl")
-        if not 1 <= group.rank < group.size:
-            raise ConfigError(f"rank {group.rank} is not in a group of {group.size}; the trainer is rank 0")
+        if not 1 <= rank < group.size:
+            raise ConfigError(
+                f"world_size {group.size} has no place for rank {rank}: it is the trainer's ranks, and one for each "
+                "process that has weights of the model"
+            )
         try:
             place = f"tcp://{group.address}:{group.port}"
-            store = next(rendezvous(place, group.rank, group.size, timeout=JOIN_TIMEOUT))[0]
+            store = next(rendezvous(place, rank, group.size, timeout=JOIN_TIMEOUT))[0]
             store.set_timeout(JOIN_TIMEOUT)
             made, _ = c10d._new_process_group_helper(
                 group.size,
-                group.rank,
+                rank,
                 [],
                 c10d.Backend(group.backend),
                 c10d.PrefixStore(group.name, store),
@@ -85,7 +88,7 @@ class WeightGroups:
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise ConfigError(f"the group {group.name!r} was not joined: {_first_line(error)}") from error
-        c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(group.size)}
+        c10d._world.pg_group_ranks[made] = {member: member for member in range(group.size)}
         self._groups[group.name] = made
 
     def receive(self, name: str, tensors: list[tuple[str, str, list[int]]], device: torch.device) -> SafetensorsFile:

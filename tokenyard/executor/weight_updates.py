@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenyard.base import ConfigError, WeightSource
+from tokenyard.base import ConfigError, WeightGroup, WeightSource
 from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.lora_manager import LoraManager
 from tokenyard.executor.models.model_backend import ModelBackend
@@ -25,10 +25,12 @@ class LoadedModel:
 
     model: computes them, over the executor's KV pool.
     adapters: its LoRA adapters, None if they are off.
+    draft_model: the draft model with the weights that came with those of the model; None if none did.
     """
 
     model: ModelBackend
     adapters: LoraManager | None
+    draft_model: ModelBackend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +40,35 @@ class Checkpoint:
     folder: the checkpoint.
     updates: files with tensors that replace those of the checkpoint, the latest last.
     digest: of all of them; "" for those that the model was loaded with.
+    draft: other weights of the draft model, None to keep those in use.
     """
 
     folder: Path
     updates: tuple[SafetensorsFile, ...] = ()
     digest: str = ""
+    draft: Path | None = None
 
 
 class WeightUpdates:
     """Reads other weights for a model, all or nothing.
 
     load: makes a model of a checkpoint over the executor's KV pool; raises ConfigError for one that does not fit.
+    rank, ranks: which part of the model this process has, and among how many it is divided.
     """
 
-    def __init__(self, folder: Path, load: Callable[[Checkpoint], LoadedModel]) -> None:
+    def __init__(
+        self, folder: Path, load: Callable[[Checkpoint], LoadedModel], *, rank: int = 0, ranks: int = 1
+    ) -> None:
         self._load = load
+        self._rank, self._ranks = rank, ranks
         self.current = Checkpoint(folder)
         self.groups = WeightGroups()
         self._received: list[SafetensorsFile] = []
         self._prepared: tuple[Checkpoint, LoadedModel] | None = None
+
+    def join(self, group: WeightGroup) -> None:
+        """Join a trainer's group; see Executor.join_weight_group."""
+        self.groups.join(group, group.rank_offset + group.dp_rank * self._ranks + self._rank)
 
     def receive(self, group: str, tensors: list[tuple[str, str, list[int]]], device: torch.device) -> None:
         """Receive tensors for the next update; see Executor.receive_weights."""
@@ -102,7 +114,8 @@ class WeightUpdates:
             if not file.names <= replaced:
                 kept.append(file)
                 replaced |= file.names
-        return Checkpoint(folder, tuple(reversed(kept)), digest)
+        draft = resolve_model_path(source.draft_folder) if source.draft_folder else None
+        return Checkpoint(folder, tuple(reversed(kept)), digest, draft)
 
 
 def folder_digest(folder: Path) -> str:

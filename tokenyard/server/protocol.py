@@ -340,6 +340,7 @@ class UpdateWeightsFromDisk:
     """`POST /update_weights_from_disk`.
 
     model_path: the folder of the checkpoint, as the server sees it.
+    draft_model_path: the folder of a checkpoint of the draft model, which keeps its weights by default.
     weight_version: the name that answers have for the weights; the number of the update by default.
     abort_all_requests: whether open requests end; they go on under the new weights by default.
     flush_cache: whether KV of the old weights is evicted; new requests never use it in any case.
@@ -347,6 +348,7 @@ class UpdateWeightsFromDisk:
     """
 
     model_path: str
+    draft_model_path: str | None = None
     load_format: str | None = None
     weight_version: str | None = None
     abort_all_requests: bool | None = None

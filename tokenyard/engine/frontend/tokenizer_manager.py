@@ -55,6 +55,7 @@ class TokenizerManager:
     tokenizer: None if the engine accepts and returns token ids only.
     assembler: set if token ids become text in this process.
     records: set if paused requests outlive the engine.
+    joint_steps: see `WeightUpdates`.
     on_engine_dead, on_detokenizer_silent: see `Failover`.
     """
 
@@ -70,13 +71,14 @@ class TokenizerManager:
         on_detokenizer_silent: Callable[[str], None] = lambda reason: None,
         balancer: RankBalancer | None = None,
         records: PausedRequests | None = None,
+        joint_steps: bool = False,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
         self.records = records
         self.ranks = DataParallelController(balancer)
         self.adapters = LoraRegistry(self.ranks)
-        self.weights = WeightUpdates(self.ranks)
+        self.weights = WeightUpdates(self.ranks, joint_steps=joint_steps)
         self._template = template
         self._requests = InputProcessor(info, tokenizer, template.special_tokens.get("eos_token"), self.adapters.key_of)
         self._submitter = RequestSubmitter(self.ranks)

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from collections.abc import Set as Collection
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenyard.base import Pause, TokenyardError, WeightSource
+from tokenyard.base import OverloadedError, Pause, TokenyardError, WeightSource
 from tokenyard.engine.frontend.data_parallel_controller import DataParallelController
 from tokenyard.engine.frontend.scheduler_client import SchedulerClient
 from tokenyard.engine.frontend.weight_files import WeightFiles
@@ -41,12 +42,14 @@ class WeightUpdate:
 class WeightUpdates:
     """Used from one event loop. Updates take place one after the other.
 
+    joint_steps: whether ranks compute each step together (DP attention), so that all must change between the same two.
     lock: held while weights are swapped, so that no pause begins or ends meanwhile.
     files: where tensors are kept that were sent.
     version: of the weights in use, "" for those that the engine started with.
     """
 
-    def __init__(self, ranks: DataParallelController) -> None:
+    def __init__(self, ranks: DataParallelController, *, joint_steps: bool = False) -> None:
+        self._joint_steps = joint_steps
         self.lock = asyncio.Lock()
         self._updating = asyncio.Lock()
         self.version = ""
@@ -58,7 +61,11 @@ class WeightUpdates:
         self._received = False
         self._ranks = ranks
         self._count = 0
-        self._folder = ""
+        self._source = WeightSource()
+        self._behind = False
+        """Whether a process was started while weights were released, and would resume with those of its start."""
+
+        self._restoring: asyncio.Task[None] | None = None
         ranks.on_join.append(self._restore)
 
     async def update(self, update: WeightUpdate) -> str:
@@ -95,7 +102,7 @@ class WeightUpdates:
         """Have all ranks give memory back. Raises ConfigError while requests are open, and for what cannot be given
         back; then nothing is released.
         """
-        async with self._updating:
+        async with self._updating, self._all_held():
             try:
                 await self._ranks.call("release_memory", None, tags=sorted(tags))
             except BaseException:
@@ -107,15 +114,19 @@ class WeightUpdates:
 
     async def resume(self, tags: Collection[str]) -> None:
         """Have all ranks take memory again. Raises ConfigError if weights cannot be read; they then stay released."""
-        async with self._updating:
-            await self._ranks.call("resume_memory", Any, PREPARE_TIMEOUT_S, tags=sorted(tags))
+        async with self._updating, self._all_held():
+            if self._behind and "weights" in tags:
+                await self._update(WeightUpdate(self._source, self.version))
+            await self._ranks.call("resume_memory", Any, PREPARE_TIMEOUT_S, tags=sorted(tags & self.released))
             self.released -= set(tags)
             self._stay_paused()
 
     async def join_group(
         self, group: str, address: str, port: int, *, rank_offset: int, size: int, backend: str
     ) -> None:
-        """Have all ranks join a trainer's group, the first one as rank `rank_offset`. Raises ConfigError."""
+        """Have all processes that have weights join a trainer's group, the first one as rank `rank_offset`. Raises
+        ConfigError.
+        """
         place = {"group": group, "address": address, "port": port, "rank_offset": rank_offset}
         await self._ranks.call("join_weight_group", None, GROUP_TIMEOUT_S, **place, size=size, backend=backend)
 
@@ -143,6 +154,7 @@ class WeightUpdates:
     async def _update(self, update: WeightUpdate) -> str:
         source, ranks = update.source, self._processes
         given = {"folder": source.folder, "files": list(source.files), "received": source.received}
+        given |= {"draft_folder": source.draft_folder}
         try:
             digests = await self._ranks.call("prepare_weights", str, PREPARE_TIMEOUT_S, **given)
         except BaseException:
@@ -157,14 +169,31 @@ class WeightUpdates:
             raise TokenyardError("a rank of the engine has restarted meanwhile; send the weights again")
         self._count += 1
         self.version = version = update.version or str(self._count)
-        self._folder = source.folder
+        # Tensors that were sent are gone, so that only a folder can be read again.
+        self._source = replace(source, files=(), received=False) if source.folder else WeightSource()
+        self._behind = False
         self.released.discard("weights")
-        async with self.lock:
+        async with self.lock, self._all_held():
             await self._ranks.call("use_weights", None, USE_TIMEOUT_S, version=version, flush=update.flush)
         self._stay_paused()
         # What the balancer expects to be cached is KV of the old weights.
         self._ranks.balancer.flushed()
         return version
+
+    @asynccontextmanager
+    async def _all_held(self) -> AsyncIterator[None]:
+        """Have no rank plan a step meanwhile, where ranks compute steps together."""
+        if not self._joint_steps:
+            yield
+            return
+        if len(self._ranks.clients) < self._ranks.size:
+            raise OverloadedError("a rank of the engine is being started again; try again soon", code="restarting")
+        try:
+            await self._ranks.call("hold_steps", None, USE_TIMEOUT_S)
+            yield
+        finally:
+            with suppress(TokenyardError):
+                await asyncio.shield(self._ranks.call("end_hold", None))
 
     def _stay_paused(self) -> None:
         """Renew a pause that came while ranks held back by themselves, which go on by themselves too: without memory,
@@ -184,15 +213,33 @@ class WeightUpdates:
             await asyncio.shield(self._ranks.call("drop_weights", None))
 
     def _restore(self, client: SchedulerClient) -> None:
-        """A scheduler process runs that has the weights that the engine started with."""
+        """A scheduler process runs that has all its memory and the weights that the engine started with."""
+        if self.released:
+            client.order("release_memory", tags=sorted(self.released))
+        source = self._source
         if not self._count:
             return
-        if self._folder:
-            client.order("restore_weights", folder=self._folder, version=self.version)
-        else:
+        if not source.folder:
             client.order("await_weights")
             logger.error(
                 "rank %d has restarted and answers nothing until it has weights: those of version %s were sent as "
                 "tensors; send all of them again",
                 *(client.rank, self.version),
             )
+        elif "weights" in self.released:
+            self._behind = True
+        elif self._joint_steps:
+            client.order("await_weights")
+            if len(self._ranks.clients) == self._ranks.size:
+                self._restoring = asyncio.create_task(self._restore_all())
+        else:
+            given = {"folder": source.folder, "draft_folder": source.draft_folder}
+            client.order("restore_weights", version=self.version, **given)
+
+    async def _restore_all(self) -> None:
+        """Have all ranks, which have restarted together, use the weights of the engine from the same step on."""
+        try:
+            async with self._updating:
+                await self._update(WeightUpdate(self._source, self.version))
+        except TokenyardError as error:
+            logger.error("no step is planned until weights are sent again: %s", error.message)

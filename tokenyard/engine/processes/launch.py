@@ -64,6 +64,7 @@ async def running_engine(
             on_detokenizer_silent=supervisor.kill_silent_detokenizer,
             balancer=balancer,
             records=open_paused_requests(config, info),
+            joint_steps=config.enable_dp_attention,
         )
         link.listen(manager.outputs.receive)
         supervisor.watch(manager.failover)

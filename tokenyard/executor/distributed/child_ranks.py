@@ -18,7 +18,7 @@ import msgspec
 
 from tokenyard.base import NS_PER_S, ConfigError, EngineDeadError
 from tokenyard.executor.distributed.process_watch import ProcessWatch
-from tokenyard.executor.distributed.rank_messages import RankReport, RankSetup, RankSocket
+from tokenyard.executor.distributed.rank_messages import RankCall, RankReply, RankReport, RankSetup, RankSocket
 from tokenyard.executor.distributed.shared_kv import create_memory
 from tokenyard.executor.distributed.shm_broadcast import RingWriter, SharedMemory
 
@@ -40,6 +40,7 @@ class ChildRank:
     name: its name in messages and logs.
     process: its process.
     wire: the socket to it.
+    calls: the socket for calls to it.
     kv: the descriptor of the memory of its KV, -1 where it does not share that.
     end: why it ended, "" while it runs.
     ended_ns: when it was found to have ended.
@@ -51,6 +52,7 @@ class ChildRank:
     name: str
     process: subprocess.Popen[bytes]
     wire: RankSocket
+    calls: RankSocket
     kv: int = -1
     end: str = ""
     ended_ns: int = 0
@@ -66,6 +68,13 @@ class ChildRank:
             raise EngineDeadError(f"{self.name} {self.how_it_ended()} while it started") from None
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{self.name} speaks another version of Tokenyard: {error}") from None
+
+    def reply(self) -> RankReply:
+        """Wait for the reply to a call that was sent. A rank that ends has failed it."""
+        try:
+            return self.calls.receive(RankReply)
+        except (EOFError, OSError):
+            return RankReply(failure="it ended")
 
     def how_it_ended(self) -> str:
         """Return the reason why the process ended."""
@@ -100,6 +109,11 @@ class ChildRanks:
     def send(self, frame: bytes) -> None:
         """Send a plan to all. Raises OSError if one has ended, and what `check` raises."""
         self._ring.send(frame)
+
+    def call(self, call: RankCall) -> None:
+        """Have all do something; each replies."""
+        for child in self._children:
+            child.calls.send(call)
 
     def check(self, watch: ProcessWatch) -> str:
         """Write a heartbeat; returns why the ranks cannot continue, "" if all are healthy."""
@@ -142,18 +156,20 @@ class ChildRanks:
             child.process.kill()
             child.process.wait()
             child.wire.close()
+            child.calls.close()
 
 
 def _start(setup: RankSetup, memory: int) -> tuple[ChildRank, int]:
     """Start a rank; returns it and the write end of its bell."""
     ours, theirs = socket.socketpair()
+    our_calls, their_calls = socket.socketpair()
     hears, bell = os.pipe()
     kv = create_memory() if setup.share_kv else -1
-    with theirs:
-        fds = (theirs.fileno(), hears, memory, *([kv] if setup.share_kv else []))
+    with theirs, their_calls:
+        fds = (theirs.fileno(), their_calls.fileno(), hears, memory, *([kv] if setup.share_kv else []))
         command = [sys.executable, "-m", RANK_PROCESS_MODULE, *map(str, fds)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
     os.close(hears)
     wire = RankSocket(ours)
     wire.send(setup)
-    return ChildRank(setup.rank, setup.place, setup.name, process, wire, kv), bell
+    return ChildRank(setup.rank, setup.place, setup.name, process, wire, RankSocket(our_calls), kv), bell

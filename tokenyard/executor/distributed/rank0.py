@@ -14,20 +14,36 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo, Int32Array, KvPieces, StepPlan
+from tokenyard.base import (
+    ConfigError,
+    DeviceLostError,
+    EngineDeadError,
+    ExecutorInfo,
+    Int32Array,
+    KvPieces,
+    StepPlan,
+    WeightGroup,
+    WeightSource,
+)
 from tokenyard.executor.distributed.child_ranks import END_TIMEOUT_S, ChildRanks
 from tokenyard.executor.distributed.node_connection import Message, NodeEnded, NodeHeartbeat, NodePlan, NodeWelcome
 from tokenyard.executor.distributed.partition import ParallelKind, Range, name_of, stage_of
 from tokenyard.executor.distributed.process_group import Rendezvous, TorchProcessGroup
 from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, ProcessWatch
 from tokenyard.executor.distributed.rank_messages import (
+    DROP_WEIGHTS,
     OWN_FIELDS,
+    RELEASE_KV,
+    RELEASE_WEIGHTS,
+    SWAP_WEIGHTS,
     AgreedNumPages,
+    RankCall,
     RankReport,
     RankSetup,
     check_report,
@@ -75,6 +91,7 @@ class ModelRanks:
         self.group = TorchProcessGroup(self._connection_failed, pipeline=form != "tensor")
         self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-tp-")
         self._reason = ""
+        self._calling = threading.Lock()
         self._lost = threading.Event()
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks of the model", daemon=True)
@@ -129,13 +146,45 @@ class ModelRanks:
         """Send a plan to the other ranks. ranges: see `encode_step`. Raises DeviceLostError."""
         self._check()
         self._children.begin_step(plan.step)
-        data = encode_step(plan, ranges)
+        self._send_frame(encode_step(plan, ranges))
+
+    def order(self, order: bytes) -> None:
+        """Have the other ranks follow an order behind the plans that were sent before. Raises DeviceLostError."""
+        self._check()
+        self._send_frame(order)
+
+    def _send_frame(self, frame: bytes) -> None:
         for node in self._nodes:
-            self._send(node, NodePlan(data))
+            self._send(node, NodePlan(frame))
         try:
-            self._children.send(data)
+            self._children.send(frame)
         except OSError as error:
             raise self._connection_failed(error) from error
+
+    def check_one_machine(self) -> None:
+        """Raise ConfigError for a model over several machines, whose weights stay as they are."""
+        if self._nodes:
+            raise ConfigError(
+                "the weights of a model over several machines (--nnodes) cannot be changed or released yet; restart the"
+                " engine with the new checkpoint"
+            )
+
+    def together(self, call: RankCall, own: Callable[[], Any]) -> list[Any]:
+        """Have the other ranks do `call` while this thread does `own`; returns what each returned, rank 0 first.
+
+        Raises what `own` raises, and ConfigError, which names the rank, where another one failed. All have ended then.
+        """
+        self.check_one_machine()
+        with self._calling:
+            self._children.call(call)
+            try:
+                first = own()
+            finally:
+                replies = [(child.name, child.reply()) for child in self._children]
+        for name, reply in replies:
+            if reply.failure:
+                raise ConfigError(f"{name}: {reply.failure}")
+        return [first, *(reply.value for _, reply in replies)]
 
     def give_up(self, reason: str) -> DeviceLostError:
         """End all ranks; returns the error to raise, which has the first reason given."""
@@ -258,6 +307,44 @@ class Rank0Executor(ModelExecutor):
         if others is None or len(others) != self.ranks.size - 1 or own.device != "cpu":
             raise ConfigError("KV that is divided among devices or machines cannot be moved or stored yet")
         return pieces_of_all_ranks(own, others, pages, own_last=self.ranks.form == "pipeline")
+
+    def prepare_weights(self, source: WeightSource) -> str:
+        """Read other weights at all ranks, each its part; see Executor."""
+        digests = self.ranks.together(RankCall(source=source), partial(super().prepare_weights, source))
+        if len(set(digests)) > 1:
+            raise ConfigError("the ranks of the model read different weights; the files changed meanwhile")
+        return str(digests[0])
+
+    def swap_weights(self) -> None:
+        """Use the weights that were prepared, at all ranks from the same step on; see Executor."""
+        super().swap_weights()
+        self.ranks.order(SWAP_WEIGHTS)
+
+    def drop_weights(self) -> None:
+        """Free weights that were prepared; see Executor."""
+        super().drop_weights()
+        self.ranks.order(DROP_WEIGHTS)
+
+    def release_memory(self, *, weights: bool, kv_cache: bool) -> None:
+        """Give memory back at all ranks; see Executor."""
+        self.ranks.check_one_machine()
+        super().release_memory(weights=weights, kv_cache=kv_cache)
+        for wanted, order in ((weights, RELEASE_WEIGHTS), (kv_cache, RELEASE_KV)):
+            if wanted:
+                self.ranks.order(order)
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Join a trainer's group with all ranks; see Executor."""
+        self.ranks.together(RankCall(group=group), partial(super().join_weight_group, group))
+
+    def receive_weights(self, group: str, tensors: list[tuple[str, str, list[int]]]) -> None:
+        """Receive tensors at all ranks; see Executor."""
+        call = RankCall(name=group, tensors=tensors)
+        self.ranks.together(call, partial(super().receive_weights, group, tensors))
+
+    def leave_weight_group(self, group: str) -> None:
+        """Leave a trainer's group with all ranks; see Executor."""
+        self.ranks.together(RankCall(name=group), partial(super().leave_weight_group, group))
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell`, from another thread, when a rank is lost; see DistributedExecutor."""

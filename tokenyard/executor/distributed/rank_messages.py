@@ -1,4 +1,8 @@
-"""The messages of the ranks of a model while they start: lines of JSON on a socket to each rank."""
+"""The messages of the ranks of a model: lines of JSON on sockets to each rank, and frames in the ring that they share.
+
+One socket is for the start. Another has calls that take long and are answered, such as reading weights while steps run.
+The ring has plans, and orders that every rank follows between the same two steps.
+"""
 
 import socket
 import struct
@@ -9,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo, StepPlan
+from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo, StepPlan, WeightGroup, WeightSource
 from tokenyard.base.plan_bytes import decode_plan, encode_plan
 from tokenyard.base.version import __version__
 from tokenyard.executor.distributed.partition import ParallelKind, Range, name_of
@@ -20,6 +24,9 @@ OWN_FIELDS = ("num_pages", "device")
 """What may differ between ranks: the least number of pages is agreed on, and each has its own device."""
 
 Line = TypeVar("Line")
+
+SWAP_WEIGHTS, DROP_WEIGHTS, RELEASE_WEIGHTS, RELEASE_KV = b"swap", b"drop", b"free", b"kv"
+"""Orders: frames in the ring that are shorter than any plan."""
 
 _RANGE_COUNT = struct.Struct("=q")
 
@@ -69,6 +76,27 @@ class RankReport(msgspec.Struct):
     version: str = __version__
     info: ExecutorInfo | None = None
     kv: KvLayout | None = None
+
+
+class RankCall(msgspec.Struct):
+    """What a rank does next to its steps, and answers with a RankReply.
+
+    source: weights to read.
+    group: a trainer's group to join.
+    tensors: tensors to receive in the group `name`, each with dtype and shape; if there are none, it leaves that group.
+    """
+
+    source: WeightSource | None = None
+    group: WeightGroup | None = None
+    name: str = ""
+    tensors: list[tuple[str, str, list[int]]] = msgspec.field(default_factory=list)
+
+
+class RankReply(msgspec.Struct):
+    """What a call returned, or why it failed."""
+
+    value: str = ""
+    failure: str = ""
 
 
 class AgreedNumPages(msgspec.Struct, tag=True):

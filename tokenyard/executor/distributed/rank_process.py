@@ -1,7 +1,7 @@
 """A rank of a model other than rank 0: it computes the plans that rank 0 sends, and nothing else.
 
 It is started by rank 0, or by the command of another node (`worker_node`), which forwards rank 0's messages. It runs
-as `python -m tokenyard.executor.distributed.rank_process CONTROL BELL MEMORY [KV]`, descriptors all. It has no
+as `python -m tokenyard.executor.distributed.rank_process CONTROL CALLS BELL MEMORY [KV]`, descriptors all. It has no
 scheduler and no sampler, and reads the clock only for its heartbeat.
 """
 
@@ -13,7 +13,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import setproctitle
@@ -24,7 +26,19 @@ from tokenyard.executor.distributed.partition import ModelPartition
 from tokenyard.executor.distributed.pipeline import PipelineStage
 from tokenyard.executor.distributed.process_group import TorchProcessGroup
 from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, ProcessWatch
-from tokenyard.executor.distributed.rank_messages import AgreedNumPages, RankReport, RankSetup, RankSocket, decode_step
+from tokenyard.executor.distributed.rank_messages import (
+    DROP_WEIGHTS,
+    RELEASE_KV,
+    RELEASE_WEIGHTS,
+    SWAP_WEIGHTS,
+    AgreedNumPages,
+    RankCall,
+    RankReply,
+    RankReport,
+    RankSetup,
+    RankSocket,
+    decode_step,
+)
 from tokenyard.executor.distributed.shared_kv import layout_of, pool_memory
 from tokenyard.executor.distributed.shm_broadcast import RingReader, SharedMemory
 from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
@@ -37,12 +51,20 @@ PR_SET_PDEATHSIG = 1
 CPU_NICE = 5
 """The same increment as MODEL_NICE in engine/processes/child.py."""
 
+ORDERS: dict[bytes, Callable[[ModelExecutor], None]] = {
+    SWAP_WEIGHTS: ModelExecutor.swap_weights,
+    DROP_WEIGHTS: ModelExecutor.drop_weights,
+    RELEASE_WEIGHTS: partial(ModelExecutor.release_memory, weights=True, kv_cache=False),
+    RELEASE_KV: partial(ModelExecutor.release_memory, weights=False, kv_cache=True),
+}
+
 
 class RankProcess:
     """One rank, from its start to its end."""
 
-    def __init__(self, wire: RankSocket, bell: int, memory: int, kv: int | None = None) -> None:
+    def __init__(self, wire: RankSocket, calls: int, bell: int, memory: int, kv: int | None = None) -> None:
         self._wire = wire
+        self._calls = RankSocket(socket.socket(fileno=calls))
         self._pool_memory = None if kv is None else pool_memory(kv)
         self._setup = setup = wire.receive(RankSetup)
         self._memory = SharedMemory(memory, setup.places)
@@ -63,11 +85,13 @@ class RankProcess:
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
         setup = self._setup
         self._group.connect(setup.meeting, setup.rank, setup.size, torch.device(executor.info.device))
-        model = executor.model
-        assert isinstance(model, TorchModel)
+        threading.Thread(target=self._answer_calls, args=(executor,), name="calls", daemon=True).start()
         with torch.inference_mode():
             while (frame := self._ring.receive()) is not None:
-                self._compute(executor, model, frame)
+                if order := ORDERS.get(frame):
+                    order(executor)
+                else:
+                    self._compute(executor, frame)
 
     def _load(self) -> ModelExecutor:
         setup = self._setup
@@ -80,8 +104,25 @@ class RankProcess:
         self._wire.send(RankReport(info=info))
         return replace(info, num_pages=self._wire.receive(AgreedNumPages).num_pages)
 
-    def _compute(self, executor: ModelExecutor, model: TorchModel, frame: bytes) -> None:
+    def _answer_calls(self, executor: ModelExecutor) -> None:
+        """Do what rank 0 calls for, next to the steps, one call after the other."""
+        while True:
+            try:
+                call = self._calls.receive(RankCall)
+            except (EOFError, OSError):
+                return
+            try:
+                reply = RankReply(_do(call, executor))
+            except ConfigError as error:
+                reply = RankReply(failure=error.message)
+            except Exception as error:
+                reply = RankReply(failure=f"{type(error).__name__}: {error}")
+            self._calls.send(reply)
+
+    def _compute(self, executor: ModelExecutor, frame: bytes) -> None:
         plan, ranges = decode_step(frame)
+        model = executor.model
+        assert isinstance(model, TorchModel)
         self._memory.steps[self._setup.place] = plan.step
         executor.pages.write(plan)
         if not len(plan.pool_rows):
@@ -98,6 +139,19 @@ class RankProcess:
                 os.kill(parent, signal.SIGKILL)
                 os._exit(1)
             time.sleep(HEARTBEAT_INTERVAL_S)
+
+
+def _do(call: RankCall, executor: ModelExecutor) -> str:
+    """Do what is called for; returns the digest of weights that were read. Raises ConfigError."""
+    if call.source is not None:
+        return executor.prepare_weights(call.source)
+    if call.group is not None:
+        executor.join_weight_group(call.group)
+    elif call.tensors:
+        executor.receive_weights(call.name, call.tensors)
+    else:
+        executor.leave_weight_group(call.name)
+    return ""
 
 
 def die_with_parent(parent_pid: int) -> None:

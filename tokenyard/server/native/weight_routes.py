@@ -67,7 +67,8 @@ async def update_weights_from_disk(state: State, body: Body) -> Response:
     version = checked_version(fields.weight_version)
     if fields.abort_all_requests:
         await state.control.abort()
-    update = WeightUpdate(WeightSource(fields.model_path), version, fields.flush_cache is not False)
+    source = WeightSource(fields.model_path, draft_folder=fields.draft_model_path or "")
+    update = WeightUpdate(source, version, fields.flush_cache is not False)
     return await apply_update(state, update, "model_path")
 
 

@@ -59,6 +59,9 @@ class WeightUpdater(Attachment):
         self._holding = False
         """Whether the engine is paused until the weights are in use."""
 
+        self._held_by_engine = False
+        self._drained: DeferredReply | None = None
+
     def verbs(self) -> Mapping[str, VerbHandler]:
         """Prepare, use, drop and restore weights; the reading thread says what it has read."""
         return {
@@ -66,6 +69,8 @@ class WeightUpdater(Attachment):
             "weights_read": self._read,
             "use_weights": self._use,
             "drop_weights": self._drop,
+            "hold_steps": self._hold_steps,
+            "end_hold": self._end_engine_hold,
             "restore_weights": self._restore,
             "await_weights": self._await,
             "weight": self._weight,
@@ -84,10 +89,14 @@ class WeightUpdater(Attachment):
 
     def poll(self, now: int) -> Sequence[Event]:
         """Put weights in use. Plans in flight end first, while no other starts."""
-        if self._update is None:
-            return self._hold(now) if self._restoring or self._awaited or self._released else self._end_hold()
-        if self._core.in_flight:
+        waiting = self._update is not None or self._drained is not None
+        if waiting and self._core.in_flight:
             return self._hold(now)
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
+        if self._update is None:
+            return self._hold(now) if self._restoring or self._must_hold else self._end_hold()
         update, self._update, reply = self._update, None, self._reply
         events: list[Event] = [update]
         try:
@@ -101,7 +110,20 @@ class WeightUpdater(Attachment):
             self._awaited = False
             logger.info("weights of version %s are in use", weight_version(update.version))
             reply.set_result(None)
-        return events if self._released or self._awaited else events + self._end_hold()
+        return events if self._must_hold else events + self._end_hold()
+
+    @property
+    def _must_hold(self) -> bool:
+        """Whether no step may be planned, also once an update has ended."""
+        return bool(self._released or self._awaited or self._held_by_engine)
+
+    def _hold_steps(self, now: int) -> DeferredReply:
+        """Plan no step until `end_hold`; the reply comes once none is in flight."""
+        self._held_by_engine, self._drained = True, DeferredReply()
+        return self._drained
+
+    def _end_engine_hold(self, now: int) -> None:
+        self._held_by_engine = False
 
     def describe(self, now: int) -> Mapping[str, Any]:
         """The version in use."""
@@ -118,19 +140,21 @@ class WeightUpdater(Attachment):
         held, self._holding = self._holding, False
         return [Resume()] if held else []
 
-    def _prepare(self, now: int, folder: str, files: list[str], received: bool = False) -> DeferredReply:
+    def _prepare(
+        self, now: int, folder: str, files: list[str], received: bool = False, draft_folder: str = ""
+    ) -> DeferredReply:
         """Read weights; the reply is their digest. Refused while others are read."""
         if self._busy:
             raise ConfigError("other weights are being read; send these once that has ended")
         self._digest, self._reading, self._busy = None, DeferredReply(), True
-        source = WeightSource(folder, tuple(files), received)
+        source = WeightSource(folder, tuple(files), received, draft_folder)
         threading.Thread(target=self._work, args=(source,), name="weights", daemon=True).start()
         return self._reading
 
-    def _restore(self, now: int, folder: str, version: str) -> None:
+    def _restore(self, now: int, folder: str, version: str, draft_folder: str = "") -> None:
         """Go on with the weights of an engine whose process has ended."""
         self._restoring = version
-        self._prepare(now, folder, [])
+        self._prepare(now, folder, [], draft_folder=draft_folder)
 
     def _await(self, now: int) -> None:
         """Plan no step with the weights of this process; its engine has others, which a client has to send again."""
@@ -172,7 +196,7 @@ class WeightUpdater(Attachment):
     def _join_group(
         self, now: int, group: str, address: str, port: int, rank_offset: int, size: int, backend: str
     ) -> DeferredReply:
-        joined = WeightGroup(group, address, port, rank_offset + self._rank, size, backend)
+        joined = WeightGroup(group, address, port, rank_offset, self._rank, size, backend)
         return self._in_thread(partial(self._executor.join_weight_group, joined))
 
     def _receive(self, now: int, group: str, tensors: list[list[Any]]) -> DeferredReply:
