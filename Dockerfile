@@ -5,6 +5,7 @@
 #   docker run --rm -p 30000:30000 tokenyard
 #   docker run --rm -p 30000:30000 -v /models/Qwen3-0.6B:/model:ro tokenyard /model
 #   docker run --rm -p 30000:30000 --gpus all -v /models/Qwen3-8B:/model:ro tokenyard:cuda /model
+#   docker run --rm --gpus all --entrypoint python tokenyard:cuda smoke_image.py
 FROM python:3.12-slim AS build
 WORKDIR /src
 # This index has builds without CUDA, which are a tenth of the size. PyPI's build brings the CUDA libraries along, so that
@@ -29,6 +30,9 @@ COPY --from=build /venv /venv
 USER tokenyard
 WORKDIR /home/tokenyard
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 TOKENYARD_HOST=0.0.0.0 TOKENYARD_PORT=30000
+# What the image can be seen to lack without a device: kernels, a compiler for Triton, an answer.
+COPY tools/smoke_image.py ./
+RUN python smoke_image.py
 EXPOSE 30000
 # /health is 200 from the first second on, also while a model loads; /ready says when requests are welcome.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=20s --retries=3 \

@@ -1,5 +1,6 @@
 """Work as a CUDA graph keeps it: a tape of calls on memory, without what the host does between them."""
 
+import threading
 from contextlib import contextmanager
 
 import torch
@@ -7,6 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tokenyard.executor.attention.triton.available import installed
+
+RECORDING = threading.local()
+"""`calls` of the tape that this thread records."""
 
 
 def memory(tensor):
@@ -26,9 +30,12 @@ class CallTape:
 
     def __init__(self, work):
         """Make the calls and record them."""
-        self.calls = []
-        with _recorded_launches(self.calls), _Recorder(self.calls):
-            work()
+        self.calls = RECORDING.calls = []
+        try:
+            with _recorded_launches(self.calls), _Recorder(self.calls):
+                work()
+        finally:
+            RECORDING.calls = None
 
     def play(self):
         """Make the calls again."""
@@ -90,6 +97,19 @@ def _recorded(run, calls):
         calls.append((again, args, {}, None))
 
     return launch
+
+
+def as_one_call(func):
+    """Make a function one call of a tape, as an exchange between ranks is in a CUDA graph."""
+
+    def call(*args):
+        with _disable_current_modes():
+            found = func(*args)
+        if (calls := getattr(RECORDING, "calls", None)) is not None:
+            calls.append((func, args, {}, found))
+        return found
+
+    return call
 
 
 def capture(work):

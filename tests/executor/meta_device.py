@@ -18,6 +18,7 @@ from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.model_backend import TorchModel
 from tokenyard.executor.runner import ModelExecutor
+from tokenyard.executor.state_pool import StatePool
 
 GPU = torch.device("meta")
 _torch_tensor, _torch_numpy = torch.tensor, torch.Tensor.numpy
@@ -295,4 +296,7 @@ def pretend_driver(monkeypatch, config, page_size):
     pages = PageTable(info.max_pool_rows, info.context_length, page_size, GPU)
     decoder = Decoder(config, Weights(), GPU, config.context_length)
     model = TorchModel(decoder, GatherAttention(pool, pages, decoder.attention_spec))
-    return Driver(ModelExecutor(model, pool, pages, info, GPU))
+    states = None
+    if config.recurrent is not None:
+        states = StatePool(config.recurrent, info.max_pool_rows + 4, GPU, torch.bfloat16)
+    return Driver(ModelExecutor(model, pool, pages, info, GPU, states=states))

@@ -3,17 +3,20 @@
 There is no GPU here, so a recorder keeps the calls of the work and makes them again on the same memory.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.executor.call_tape import CallTape, capture
 from tests.executor.driver import GREEDY
 from tests.executor.tiny_models import greedy, prompt_of
-from tokenyard.base import ConfigError, SamplingParams
+from tests.scheduler.harness import Yard
+from tokenyard.base import ConfigError, SamplingParams, SchedulerSettings
 from tokenyard.executor.cuda_devices import choose_device
-from tokenyard.executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes, why_not
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes, capture_buckets, why_not
 from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
 
@@ -34,6 +37,9 @@ class TableAttention:
     def prepare(self, batch):
         # Lengths on the host are those of the recording and must not be read.
         batch.starts = None
+
+    def plan_bucket(self, batch, bucket):
+        """Tokens say whose they are."""
 
     def forward(self, layer, q, k, v, batch):
         keys, values = self.pool.layer(layer)
@@ -73,11 +79,12 @@ class Player:
 @pytest.fixture
 def recorded(folder, make_driver):
     """Make a driver whose decode steps of up to `largest` rows are recorded, and what plays them. plans: whether they
-    begin with a plan and end with tokens. aux: layers that a draft head reads.
+    begin with a plan and end with tokens. aux: layers that a draft head reads. max_tokens: of other steps that are
+    recorded.
     """
 
-    def make(case, largest, page_size, *, plans=False, aux=()):
-        driver = make_driver(case, page_size=page_size)
+    def make(case, largest, page_size, *, plans=False, aux=(), max_tokens=0, **options):
+        driver = make_driver(case, page_size=page_size, **options)
         executor, player = driver.executor, Player()
         model = executor.model
         model.decoder.aux_layers = aux
@@ -85,7 +92,7 @@ def recorded(folder, make_driver):
         config = read_folder_config(Path(folder(case)))
         with torch.inference_mode():
             inputs = PlanInputs(executor.pages, executor.future, likeliest, prepare_by_torch) if plans else None
-            executor.model = CudaGraphRunner(model, config, largest, CPU, player, plans=inputs)
+            executor.model = CudaGraphRunner(model, config, largest, CPU, player, plans=inputs, max_tokens=max_tokens)
         return driver, player
 
     return make
@@ -179,6 +186,63 @@ def test_filled_up_rows_touch_nothing_but_page_0(recorded, plans):
     owned = {row.pages[position // 4] * 4 + position % 4 for row in rows[1:] for position in (row.planned - 1,)}
     assert set(changed.nonzero().flatten().tolist()) <= {0, *owned}
     assert owned <= set(changed.nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize(("case", "page_size"), [("llama", 1), ("qwen3-layers", 4)])
+def test_steps_of_rows_of_all_kinds_answer_as_transformers_do(recorded, case, page_size):
+    """Chunks alone and with decodes, and more decodes than a decode step has rows, by tokens; and one too large."""
+    driver, player = recorded(case, 1, page_size, plans=True, max_tokens=24)
+    # Recorded are 24, 16 and 8 tokens, then the decode.
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 21, 9)]
+    rows = [driver.start(prompt) for prompt in prompts]
+    short, long, middle, late = rows
+    for number, work in (
+        (2, [(short, None)]),
+        (None, [(long, 30)]),
+        (1, [(long, None), (short, 1)]),
+        (0, [(middle, None), (short, 1), (long, 1)]),
+        (1, [(late, None), (short, 1), (long, 1)]),
+        (2, [(row, 1) for row in rows]),
+        (3, [(long, 1)]),
+    ):
+        played = len(player.played)
+        driver.step(*work)
+        assert player.played[played:] == ([] if number is None else [number])
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert row.output == greedy(case, prompt, len(row.output))
+
+
+def test_drafts_are_verified_by_recorded_steps(recorded):
+    driver, player = recorded("llama", 8, 4, max_tokens=64, draft_tokens=4, max_total_tokens=600)
+    settings = SchedulerSettings(page_size=4, max_running_requests=8, context_length=200, chunked_prefill_size=32)
+    yard = Yard(settings, replace(driver.info, eos_token_ids=()), executor=driver.executor)
+    prompts = [prompt_of(20 + index, seed=index) for index in range(4)]
+    # All right but for every fourth, so that some are refused.
+    predictions = [np.array(greedy("llama", prompt, 16), np.int32) for prompt in prompts]
+    for prediction in predictions:
+        prediction[3::4] = 3
+    pairs = zip(prompts, predictions, strict=True)
+    numbers = [yard.submit(prompt, max_new=16, prediction=prediction) for prompt, prediction in pairs]
+    yard.run()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert yard.tokens[number] == greedy("llama", prompt, 16)
+    counters = yard.scheduler.snapshot(0).counters
+    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
+    buckets = len(capture_buckets(64))
+    assert [number for number in player.played if number < buckets]
+
+
+def test_tokens_that_fill_up_a_step_touch_nothing_but_page_0(recorded):
+    driver, player = recorded("llama", 1, 4, max_tokens=16)
+    pool = driver.executor.kv_pool.tensor
+    first, second = (driver.start(prompt_of(9, seed=seed)) for seed in range(2))
+    driver.step((first, None))
+    before = pool.clone()
+    driver.step((second, 5), (first, 1))
+    assert player.played == [0, 1]
+    changed = (pool != before).flatten(3).any(3).any(0).any(0)
+    owned = {second.pages[position // 4] * 4 + position % 4 for position in range(5)} | {first.pages[2] * 4 + 1}
+    assert owned <= set(changed.nonzero().flatten().tolist()) <= {0, *owned}
 
 
 def test_a_step_with_a_chunk_is_computed_eagerly(recorded):

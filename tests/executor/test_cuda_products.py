@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 
 from tests.executor.packed_models import MODELS, all_logits, load, packed_checkpoint, save_plain
 from tests.executor.test_quantized import KINDS, quantize
+from tests.executor.thread_ranks import load_virtual
 from tests.executor.tiny_models import prompt_of
+from tokenyard.executor.distributed.tensor_parallel import shard_weights
 from tokenyard.executor.formats import cuda_products
 from tokenyard.executor.formats.cuda_products import (
     BLOCK,
@@ -178,3 +180,50 @@ def test_models_of_fp8(tmp_path, device, caplog, kind):
     save_plain(config_type, fields, tmp_path)
     assert kind in KINDS
     assert both(*quantize(tmp_path, tmp_path, kind), caplog) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("case", "capability", "unpacked"),
+    [
+        ("awq", AMPERE, ""),
+        ("compressed", AMPERE, ""),
+        ("gptq-order", AMPERE, "gptq is unpacked: 6 "),
+        ("fp8", HOPPER, ""),
+    ],
+)
+def test_ranks_keep_their_parts_packed(tmp_path, device, caplog, case, capability, unpacked):
+    """Groups have up to 128 of 256 and 512 inputs. Parts by inputs of shuffled ones are unpacked."""
+    device(capability)
+    config_type, _, fields = MODELS["llama"]
+    save_plain(config_type, fields, tmp_path)
+    packed, plain = packed_checkpoint(tmp_path, tmp_path, case)
+    options = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "gather", "max_total_tokens": 1024}
+    with caplog.at_level(logging.INFO):
+        ranks = load_virtual(packed, 2, **options)
+    assert ("is unpacked" in caplog.text) == bool(unpacked)
+    assert unpacked in caplog.text
+    prompt = prompt_of(20, seed=3)
+    expected = all_logits(load(plain, "torch", attention_backend="gather"), prompt)
+    found = all_logits(ranks, prompt)
+    assert (found - expected).norm() / expected.norm() < (0.1 if case == "fp8" else 0.03)
+
+
+def test_parts_of_blocks_of_fp8_are_whole_blocks(device):
+    device(HOPPER)
+
+    class Blocks(Source):
+        def scaled(self, name, shape):
+            numbers = torch.arange(shape[0] * shape[1]).view(shape) % 13
+            scales = torch.arange((shape[0] // BLOCK) * (shape[1] // BLOCK)).view(-1, shape[1] // BLOCK).float()
+            return ScaledRows(numbers.float().to(FP8), scales)
+
+    def whole(found):
+        return found.weight.double() * spread(found.scales, BLOCK, BLOCK)
+
+    for axis, name in enumerate(("q_proj", "o_proj")):
+        part = tuple(size // 2 if at == axis else size for at, size in enumerate((512, 512)))
+        source = Blocks(None)
+        expected = whole(source.scaled(name, (512, 512))).narrow(axis, part[axis], part[axis])
+        own = shard_weights(source, 1, 2, {})
+        assert torch.equal(whole(own.scaled(f"a.{name}.weight", part)), expected)
+    assert shard_weights(source, 1, 2, {}).scaled("a.q_proj.weight", (192, 512)) is None

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,3 +90,30 @@ def test_threads_copy_at_the_same_time(device):
         thread.join()
     assert not wrong
     assert torch.equal(made.tensor.cpu(), expected)
+
+
+def test_pinned_memory_belongs_to_the_pools_device(monkeypatch):
+    """Without the guard of its own device a rank would pin memory by device 0, and create a context there."""
+    current, pinned = [], []
+    stream = SimpleNamespace(synchronize=lambda: None)
+
+    @contextmanager
+    def guard(chosen):
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def allocate(*shape, pin_memory=False, **options):
+        if pin_memory:
+            pinned.append(list(current))
+        return empty(*shape, **options)
+
+    empty = torch.empty
+    monkeypatch.setattr("tokenyard.executor.kv_copies.copy_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", guard)
+    monkeypatch.setattr(torch, "empty", allocate)
+    blocks = DeviceBlocks(pool("cpu", torch.float32))
+    pages, block = np.array([1, 2], np.int32), block_buffer(2 * blocks.page_bytes)
+    blocks.gather(pages, block)
+    blocks.scatter(block, 2, 0, pages)
+    assert pinned == [[stream]]

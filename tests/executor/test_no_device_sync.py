@@ -12,7 +12,7 @@ from tests.executor.test_cuda_graphs import TableAttention
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import LogprobOptions, SamplingParams
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
-from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.cuda_streams import to_device
 from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.lora_manager import LoraManager, TorchLoraPool
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
@@ -107,6 +107,49 @@ def test_a_recorded_step_waits_for_nothing(folder, monkeypatch, plans):
         driver.launch(*[(row, 1) for row in rows])
         driver.launch(*[(row, 1) for row in rows])
     assert len(played) == 2
+
+
+def test_a_recorded_step_with_a_chunk_waits_for_nothing(folder, monkeypatch):
+    config = read_folder_config(Path(folder("llama")))
+    driver = pretend_driver(monkeypatch, config, 4)
+    executor = driver.executor
+    executor.model.attention = TableAttention(executor.kv_pool, executor.pages, executor.model.attention_spec)
+    played = []
+
+    def record(work):
+        work()
+        return lambda: played.append(work())
+
+    with torch.inference_mode():
+        executor.model = CudaGraphRunner(executor.model, config, 1, GPU, record, max_tokens=32)
+    rows = [driver.start(prompt_of(20, seed=5), sampling) for sampling in KINDS.values()][:3]
+    with Watch():
+        driver.launch((rows[0], None))
+        driver.launch((rows[0], 1), (rows[1], 11), (rows[2], 5))
+    assert len(played) == 2
+
+
+def test_recurrent_states_are_not_waited_for(folder, monkeypatch):
+    """Neither those that rows continue, nor their copies from and to checkpoints, in a recorded step either."""
+    config = read_folder_config(Path(folder("qwen3.5")))
+    driver = pretend_driver(monkeypatch, config, 4)
+    executor = driver.executor
+    executor.model.attention = TableAttention(executor.kv_pool, executor.pages, executor.model.attention_spec)
+    rows = [driver.start(prompt_of(length, seed=length)) for length in (9, 70, 1)]
+    for recorded in (False, True):
+        if recorded:
+            record, states = (lambda work: work() or work), executor.states
+            with torch.inference_mode():
+                executor.model = CudaGraphRunner(executor.model, config, 4, GPU, record, states=states)
+        with Watch():
+            driver.launch(*[(row, None) for row in rows])
+            plan = driver.plan([(row, 1) for row in rows])
+            checkpoint = executor.info.max_pool_rows
+            plan.state_copies = np.array([[checkpoint, rows[1].row]])
+            plan.state_saves = np.array([[rows[0].row, 10, checkpoint + 1]])
+            executor.launch(plan)
+        for row in rows:
+            row.planned, row.sent = 0, False
 
 
 def test_a_recorded_greedy_step_is_one_upload(folder, monkeypatch):

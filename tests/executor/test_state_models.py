@@ -10,13 +10,17 @@ from safetensors.torch import load_file, save_file
 
 from tests.executor.crowded_yard import check_greedy_answers, yard_of
 from tests.executor.driver import Driver
+from tests.executor.test_cuda_graphs import Player, TableAttention
 from tests.executor.tiny_models import DEVICE, STATE_CASES, greedy, logits, prompt_of
 from tokenyard.base import ConfigError, LogprobOptions, SamplingParams
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
+from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.layers.delta_net import delta_chunks, delta_step
 from tokenyard.executor.layers.mamba2 import ssm_chunks, ssm_step
 from tokenyard.executor.layers.recurrent import causal_conv
 from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.models.hf_config import read_model_config
+from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
 
 TOKENS = 9
 BACKENDS = ["gather", "auto"] if DEVICE == "cpu" else ["auto"]
@@ -47,6 +51,30 @@ def test_greedy_tokens_are_those_of_transformers(folder, case, backend, depth):
     counters = check_greedy_answers(yard, case, TOKENS, depth)
     assert counters.recomputed_tokens
     assert yard.scheduler.idle() is None
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("qwen3.5", {"mamba_shared_memory": True, "max_total_tokens": 300}),
+        ("granite-hybrid", {}),
+        ("lfm2", {"draft_tokens": 3}),
+    ],
+)
+def test_recorded_decodes_are_those_of_transformers(folder, case, options):
+    """Rows that fill up a step have the state of no row, and states are saved after it."""
+    executor = load(folder, case, attention_backend="gather", **options)
+    model, player = executor.model, Player()
+    model.attention = TableAttention(executor.kv_pool, executor.pages, model.attention_spec)
+    config = read_folder_config(Path(folder(case)))
+    with torch.inference_mode():
+        plans = PlanInputs(executor.pages, executor.future, lambda logits: logits.argmax(dim=-1), prepare_by_torch)
+        plans = None if "draft_tokens" in options else plans
+        executor.model = CudaGraphRunner(
+            model, config, 4, torch.device("cpu"), player, plans=plans, states=executor.states
+        )
+    check_greedy_answers(yard_of(executor, max_in_flight=2), case, TOKENS, 2)
+    assert len(player.played) > TOKENS
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -25,16 +25,16 @@ KINDS = (
 
 
 @pytest.fixture
-def driver(folder, monkeypatch):
-    """A driver whose decode steps of up to four rows are captured."""
+def driver(folder, monkeypatch, request):
+    """A driver whose decode steps of up to four rows are captured, and others of up to `param` tokens."""
     config = read_folder_config(Path(folder("llama")))
     made = pretend_driver(monkeypatch, config, 4)
     executor = made.executor
     executor.model.attention = TableAttention(executor.kv_pool, executor.pages, executor.model.attention_spec)
     with torch.inference_mode():
         plans = PlanInputs(executor.pages, executor.future, likeliest, prepare_by_torch)
-        record = lambda work: work() or work  # noqa: E731
-        executor.model = CudaGraphRunner(executor.model, config, 4, GPU, record, plans=plans)
+        record, tokens = (lambda work: work() or work), getattr(request, "param", 0)
+        executor.model = CudaGraphRunner(executor.model, config, 4, GPU, record, plans=plans, max_tokens=tokens)
     return made
 
 
@@ -59,7 +59,11 @@ def serve(driver, kinds=KINDS[:1], *, delay=False):
         driver.collect(flying.pop())
 
 
-@pytest.mark.parametrize(("kinds", "delay"), [(KINDS[:1], False), (KINDS, True)])
+@pytest.mark.parametrize(
+    ("driver", "kinds", "delay"),
+    [(0, KINDS[:1], False), (64, KINDS[:1], False), (64, KINDS, True)],
+    indirect=["driver"],
+)
 def test_steps_in_flight_race_with_nothing(driver, kinds, delay):
     serve(driver, kinds, delay=delay)
 

@@ -10,6 +10,8 @@ import torch
 from safetensors import safe_open
 
 from tests.executor.driver import Driver
+from tests.executor.small_pool import run_all_kinds
+from tests.executor.test_cuda_graphs import Player, TableAttention
 from tests.executor.test_grammar import TOKENIZER
 from tests.executor.test_pieces import assert_copies_serve
 from tests.executor.thread_ranks import load_virtual
@@ -18,6 +20,7 @@ from tests.matrix.test_grammar_exactness import DelayedYard
 from tokenyard.base import ConfigError, LogprobOptions, OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor import weights
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.distributed.distributed_loader import load_executor as load_divided
 from tokenyard.executor.distributed.tensor_parallel import kv_heads
 from tokenyard.executor.layer_loader import read_folder_config
@@ -70,6 +73,24 @@ def test_ranks_together_are_the_model(folder, case, size, attention_backend):
         expected = logits(case, known).log_softmax(-1)
         for position in range(1, len(known)):
             assert found[position] == pytest.approx(float(expected[position - 1, known[position]]), abs=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-layers"])
+def test_ranks_capture_and_replay_steps_together(folder, case):
+    """Sums over the ranks are part of a captured step, which each of them chooses by the plan."""
+    players = []
+
+    def captured(executor):
+        model, player = executor.model, Player()
+        players.append(player)
+        model.attention = TableAttention(executor.kv_pool, executor.pages, model.attention_spec)
+        config, device = read_folder_config(Path(folder(case))), torch.device("cpu")
+        return CudaGraphRunner(model, config, 2, device, player, max_tokens=24, divided=True)
+
+    driver = driver_over(load_virtual, folder(case), 2, attention_backend="gather", captured=captured)
+    run_all_kinds(driver, case)
+    assert len(players[0].played) >= 2
+    assert players[0].played == players[1].played
 
 
 @pytest.mark.parametrize(

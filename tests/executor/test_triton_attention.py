@@ -12,7 +12,7 @@ need_triton()
 from tests.executor.checked_backends import CheckedAttention  # noqa: E402
 from tokenyard.executor.attention.backend import AttentionSpec  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, TritonAttention, cut  # noqa: E402
-from tokenyard.executor.forward_batch import ForwardBatch, PageTable  # noqa: E402
+from tokenyard.executor.forward_batch import Bucket, ForwardBatch, PageTable  # noqa: E402
 from tokenyard.executor.kv_pool import KV_BYTES, KvPool  # noqa: E402
 from tokenyard.executor.models.hf_config import read_model_config  # noqa: E402
 
@@ -161,3 +161,29 @@ def test_blocks_cover_each_query_once():
     firsts, counts = cut(np.array([3, 40]), np.array([37, 8]), 16)
     assert firsts.tolist() == [3, 19, 35, 40]
     assert counts.tolist() == [16, 16, 5, 8]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("how", [{}, {"window": 24, "sinks": True}], ids=str)
+def test_a_captured_step_of_rows_of_all_kinds(page_size, how):
+    """What fills it up attends to nothing, and decodes have the bits of any other step."""
+    rows = [(70, 1), (600, 1), (9, 3), (20, 16), (31, 50), (0, 1), (0, 5)]
+    tokens, own = sum(count for _, count in rows), Bucket(96, 16)
+    sinks = (torch.randn(4, device=DEVICE),) if how.get("sinks") else ()
+    step = Step(rows, page_size=page_size)
+    spec = AttentionSpec((how.get("window", 0),), 0.25, 0.0, sinks)
+    outputs = []
+    for bucket in (None, own):
+        backend = TritonAttention(step.pool, step.pages, spec, 4, torch.float32)
+        batch, qkv = step.batch, step.qkv
+        if bucket is not None:
+            backend.plan_bucket(batch, bucket)
+            columns = (batch.token_ids, batch.positions, batch.slots, batch.pool_rows)
+            padded = [torch.nn.functional.pad(column, (0, bucket.tokens - tokens)) for column in columns]
+            batch = ForwardBatch(*padded, batch.logit_tokens, batch.starts, batch.counts, batch.decode_rows)
+            batch.bucket = bucket
+            qkv = [torch.nn.functional.pad(part, (0, 0, 0, 0, 0, bucket.tokens - tokens)) for part in qkv]
+        backend.prepare(batch)
+        outputs.append(backend.forward(0, *qkv, batch)[:tokens])
+    assert torch.equal(outputs[0][:2], outputs[1][:2])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)

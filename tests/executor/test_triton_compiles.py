@@ -75,11 +75,12 @@ def attend(capability, dtype, heads, kv_heads, head_dim, window, kind=None):
     sinks = torch.zeros(heads) if window else None
     layer = attention.AttentionInputs(q, pool[0], pool[1], window, 0.1, 2.0 if window else 0.0, sinks, kind)
     positions, pool_rows, tokens, counts = columns(4, 6)
-    table, scratch = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(64)
+    table, room = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(64)
     long = attention.block_size(group, dtype)
     few = min(FEW_QUERIES, long)
     for size, splits in {1: attention.SPLITS, few: FEW_SPLITS, long: 1}.items():
-        own = () if splits == 1 else (stages(capability), scratch, scratch)
+        scratch = attention.SplitScratch(tokens, counts, room, room)
+        own = () if splits == 1 else (stages(capability), scratch)
         blocks = attention.QueryBlocks(tokens, counts, size, splits, *own)
         attention.attend(blocks, layer, table, 16, positions, pool_rows, torch.empty_like(q))
 

@@ -1,6 +1,7 @@
 """After the warm-up, serving launches no kernel that Triton would have to compile."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ need_compiler()
 from tests.executor.driver import GREEDY, Driver  # noqa: E402
 from tokenyard.base import SamplingParams  # noqa: E402
 from tokenyard.executor import backend_choice  # noqa: E402
+from tokenyard.executor.attention.triton.plan_kernel import prepare_by_triton  # noqa: E402
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner  # noqa: E402
+from tokenyard.executor.layer_loader import read_folder_config  # noqa: E402
 from tokenyard.executor.model_loader import load_executor  # noqa: E402
+from tokenyard.executor.plan_inputs import PlanInputs  # noqa: E402
 from tokenyard.executor.warm_up import warm_up  # noqa: E402
 
 SAMPLINGS = (
@@ -50,10 +55,25 @@ def serve(driver, seed):
             driver.retract(row)
 
 
+@torch.inference_mode()
+def record_steps(executor, config):
+    """Replay decodes of up to 4 rows and other steps of up to 64 tokens; larger ones are launched as they come."""
+    inputs = PlanInputs(executor.pages, executor.future, executor.sampler.likeliest, prepare_by_triton)
+    record, cpu = (lambda work: work() or work), torch.device("cpu")
+    executor.model = CudaGraphRunner(executor.model, config, 4, cpu, record, plans=inputs, max_tokens=64)
+
+
 @pytest.mark.parametrize(
-    ("case", "page_size"), [("llama", 1), ("qwen3-layers", 16), ("gemma2", 4), ("gpt-oss", 1), ("llama-odd", 4)]
+    ("case", "page_size", "recorded"),
+    [
+        ("llama", 1, False),
+        ("qwen3-layers", 16, True),
+        ("gemma2", 4, True),
+        ("gpt-oss", 1, False),
+        ("llama-odd", 4, False),
+    ],
 )
-def test_serving_compiles_nothing_after_the_warm_up(folder, zeros, case, page_size):
+def test_serving_compiles_nothing_after_the_warm_up(folder, zeros, case, page_size, recorded):
     executor = load_executor(
         folder(case),
         device="cpu",
@@ -65,6 +85,8 @@ def test_serving_compiles_nothing_after_the_warm_up(folder, zeros, case, page_si
         max_pool_rows=8,
     )
     with pretended_launches() as launches:
+        if recorded:
+            record_steps(executor, read_folder_config(Path(folder(case))))
         warm_up(executor)
         warm = {name: set(keys) for name, keys in launches.keys.items()}
         assert len(warm["attention_kernel.attend_kernel"]) >= 5

@@ -14,8 +14,8 @@ need_compiler()
 
 from benchmarks.gpu import SHAPES  # noqa: E402
 from tests.executor.meta_device import GPU, Weights  # noqa: E402
-from tokenyard.executor.device_memory import device_memory, step_bytes  # noqa: E402
-from tokenyard.executor.forward_batch import ForwardBatch, PageTable  # noqa: E402
+from tokenyard.executor.device_memory import bucket_bytes, device_memory, step_bytes  # noqa: E402
+from tokenyard.executor.forward_batch import Bucket, ForwardBatch, PageTable  # noqa: E402
 from tokenyard.executor.kv_pool import KvPool  # noqa: E402
 from tokenyard.executor.models.decoder import Decoder  # noqa: E402
 from tokenyard.executor.models.hf_config import read_model_config  # noqa: E402
@@ -81,7 +81,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_steps_allocate_what_is_kept_for_them(name, monkeypatch):
-    monkeypatch.setattr("tokenyard.executor.forward_batch.uploaded", lambda host, device: host.to(device))
+    monkeypatch.setattr("tokenyard.executor.cuda_streams.uploaded", lambda host, device: host.to(device))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     config, model = make(name)
     for kind, (counts, decode_rows) in STEPS.items():
@@ -95,6 +95,20 @@ def test_steps_allocate_what_is_kept_for_them(name, monkeypatch):
         assert kept - allocations.peak < 1.5e9, kind
         del logits
         model.states = None
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_captured_step_of_rows_of_all_kinds_allocates_what_is_kept_for_it(name, monkeypatch):
+    monkeypatch.setattr("tokenyard.executor.cuda_streams.uploaded", lambda host, device: host.to(device))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    config, model = make(name)
+    step, bucket = batch(np.array([512]), 0, 0), Bucket(512, 512)
+    step.bucket = bucket
+    with pretended_launches(), torch.inference_mode():
+        model.attention.plan_bucket(step, bucket)
+        with Allocations() as allocations:
+            model.layers(step)
+    assert 0.5 < allocations.peak / bucket_bytes(config, bucket.tokens, 2) <= 1
 
 
 @pytest.mark.parametrize(

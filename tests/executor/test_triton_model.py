@@ -72,3 +72,19 @@ def test_recorded_decodes_ask_the_host_for_nothing(make_driver, folder):
         driver.step(*[(row, 1) for row in rows[:count]])
     for prompt, row in zip(prompts, rows, strict=True):
         assert row.output == greedy("qwen3-layers", prompt, len(row.output))
+
+
+def test_recorded_steps_of_rows_of_all_kinds(make_driver, folder, monkeypatch):
+    """What no kernel writes is NaN, as memory of a graph may be."""
+    driver = make_driver("qwen3-layers", page_size=4, **TRITON)
+    executor, config = driver.executor, read_folder_config(Path(folder("qwen3-layers")))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: poisoned(empty(*shape, **options)))
+    with torch.inference_mode():
+        device = torch.device(DEVICE)
+        executor.model = CudaGraphRunner(executor.model, config, 1, device, capture, max_tokens=48)
+    run_all_kinds(driver, "qwen3-layers")
+
+
+def poisoned(tensor):
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor

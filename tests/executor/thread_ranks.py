@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from tests.executor.call_tape import as_one_call
 from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.model_loader import load_executor
 
@@ -34,8 +35,9 @@ class VirtualGroup:
 class VirtualMember:
     def __init__(self, group, rank):
         self.group, self.rank = group, rank
+        self.all_reduce = as_one_call(self._all_reduce)
 
-    def all_reduce(self, part):
+    def _all_reduce(self, part):
         parts = self.group.exchange(self.rank, part)
         total = parts[0].clone()
         for other in parts[1:]:
@@ -61,6 +63,11 @@ class VirtualModel:
     def step(self, batch):
         return self._together(lambda model: model.step(replace(batch, attention={})))
 
+    def capture(self, captured, executors):
+        """Replace each rank's model by what `captured` makes of its executor, at the same time."""
+        jobs = [self.threads.submit(torch.inference_mode()(captured), executor) for executor in executors]
+        self.models = [job.result() for job in jobs]
+
     def _together(self, work):
         """Let each rank work in its thread; returns what rank 0 found."""
         jobs = [self.threads.submit(torch.inference_mode()(work), model) for model in self.models]
@@ -74,8 +81,8 @@ class VirtualModel:
         return self.models[0].hidden(first, last)
 
 
-def load_virtual(model_path, size, **options):
-    """An executor over `size` ranks that are threads. The ranks share one page table."""
+def load_virtual(model_path, size, captured=None, **options):
+    """An executor over `size` ranks that are threads. The ranks share one page table. captured: see VirtualModel."""
     group = VirtualGroup(size)
     parts = [
         load_executor(model_path, **options, part=TensorParallelShard(rank, size, group.of(rank), lambda info: info))
@@ -84,5 +91,8 @@ def load_virtual(model_path, size, **options):
     first = parts[0]
     for other in parts[1:]:
         other.pages.tensor, other.pages.host = first.pages.tensor, first.pages.host
-    first.model = VirtualModel([executor.model for executor in parts])
+    model = VirtualModel([executor.model for executor in parts])
+    if captured is not None:
+        model.capture(captured, parts)
+    first.model = model
     return first

@@ -470,7 +470,7 @@ class World:
                 continue
             prompt = [3 + place] * 130
             digests = block_digests(np.array(prompt, np.int32))
-            body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+            body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
             asked = client.post((engine.name, PORT), "/v1/completions", body)
             if await self.loop.create_task(asked, context=context) != 200:
                 continue

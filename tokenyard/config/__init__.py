@@ -119,6 +119,8 @@ class Settings(DeclaredSettings):
             "max_step_tokens": self.chunked_prefill_size if self.chunked_prefill_size > 0 else self.max_prefill_tokens,
             "disable_cuda_graph": self.disable_cuda_graph,
             "cuda_graph_max_bs": self.cuda_graph_max_bs,
+            "cuda_graph_max_tokens": self.cuda_graph_max_tokens,
+            "enable_tp_cuda_graph": self.enable_tp_cuda_graph,
             "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,
             "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
             "draft_tokens": self._draft_tokens,

@@ -251,7 +251,7 @@ class DeclaredSettings(SharedSettings):
     disable_cuda_graph: bool = setting(
         False,
         "device",
-        "do not record decode steps as CUDA graphs at the start; without them small models decode more slowly",
+        "do not record steps as CUDA graphs at the start; without them small models are slower",
         aliases=("--enforce-eager",),
     )
     cuda_graph_max_bs: int | None = setting(
@@ -260,6 +260,18 @@ class DeclaredSettings(SharedSettings):
         "largest batch whose decode steps are recorded as CUDA graphs; 256 or --max-running-requests if absent",
         NumberRange(1, 4096),
         aliases=("--max-cudagraph-capture-size",),
+    )
+    cuda_graph_max_tokens: int = setting(
+        512,
+        "device",
+        "most tokens of a step with chunks or drafts that is recorded as a CUDA graph; 0 records decodes alone",
+        NumberRange(0, 8192),
+        aliases=("--piecewise-cuda-graph-max-tokens",),
+    )
+    enable_tp_cuda_graph: bool = setting(
+        False,
+        "device",
+        "with --tp-size on GPUs, record steps as CUDA graphs too, with exchanges by NCCL; off, as it was never run",
     )
     speculative_algorithm: str = setting(
         "none",

@@ -4,7 +4,9 @@ import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 
@@ -110,3 +112,25 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
 def current_stream() -> torch.cuda.Stream:
     """Return the stream that the step runs on."""
     return torch.cuda.current_stream()
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Send an array to the device without waiting for it; on a CPU the tensor shares the array's memory.
+
+    A copy from memory that is not pinned would wait for all work queued before it.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(array)
+    # The allocator of pinned memory does not hand it out again before the copy is done.
+    return uploaded(pinned(array, device), device)
+
+
+def copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Send a tensor to the device without waiting for it; the tensor itself on a CPU."""
+    return host if device.type == "cpu" else uploaded(host.contiguous().pin_memory(), device)
+
+
+def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on the host, in pinned memory; on a CPU the tensor shares the array's memory."""
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory()

@@ -11,6 +11,8 @@ from tokenyard.executor.models.config import ModelConfig
 
 SPLIT_SCRATCH = 64
 """Most queries times splits of a row for which attention has scratch; see attention/triton/backend.py."""
+BUCKET_SCRATCH = 20
+"""Splits of a token in a captured step of rows of all kinds: those of a decode, and those of one of few queries."""
 SAMPLING_BYTES = 10
 """Of a logit: in the dtype of the weights, in float32, and a copy of rows whose parameters change their logits."""
 GRAPH_BYTES = 2 << 20
@@ -49,6 +51,20 @@ def step_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> in
 
     itemsize: of a number in the model's dtype.
     """
+    scratch = _scratch_bytes(config, min(rows, tokens) * SPLIT_SCRATCH)
+    return _layer_bytes(config, tokens, itemsize) + scratch + rows * config.vocab_size * SAMPLING_BYTES
+
+
+def bucket_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """Return what a captured step of rows of all kinds allocates, which ends with hidden states."""
+    return _layer_bytes(config, tokens, itemsize) + _scratch_bytes(config, tokens * BUCKET_SCRATCH)
+
+
+def _scratch_bytes(config: ModelConfig, splits: int) -> int:
+    return splits * config.num_heads * (config.head_dim + 1) * 4
+
+
+def _layer_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     attention = (heads * (2 if config.output_gate else 1) + 2 * kv_heads + 2 * heads) * head_dim
     mlp = 3 * config.intermediate_size
@@ -58,8 +74,7 @@ def step_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> in
     per_token = (4 * config.hidden_size + max(attention, mlp)) * itemsize
     # Angles in float32, and columns of int64.
     per_token += 4 * head_dim * len(set(config.ropes)) + 16 * 8
-    scratch = min(rows, tokens) * heads * SPLIT_SCRATCH * (head_dim + 1) * 4
-    return tokens * per_token + scratch + rows * config.vocab_size * SAMPLING_BYTES
+    return tokens * per_token
 
 
 def device_memory(
@@ -71,17 +86,21 @@ def device_memory(
     context_length: int,
     page_size: int,
     captured: tuple[int, ...] = (),
+    buckets: tuple[int, ...] = (),
     divided: bool = False,
     draft_tokens: int = 0,
     flashinfer: bool = False,
 ) -> DeviceMemory:
-    """Count what is not static. captured: the batch sizes whose steps are captured. draft_tokens: of a row, each of
-    which has logits as it is verified, and is a token of the step. flashinfer: whether that package attends.
+    """Count what is not static. captured: the batch sizes whose decode steps are captured; buckets: the tokens of other
+    captured steps. draft_tokens: of a row, each of which has logits as it is verified, and is a token of the step.
+    flashinfer: whether that package attends.
     """
-    largest = max(captured, default=0)
+    largest, widest = max(captured, default=0), max((*captured, *buckets), default=0)
     # Graphs share one pool, so they take what the largest does, and its logits and hidden states stay.
-    graphs = len(captured) * GRAPH_BYTES + (step_bytes(config, largest, largest, dtype.itemsize) if captured else 0)
-    graphs += largest * (4 * config.vocab_size + config.hidden_size * dtype.itemsize)
+    decodes = step_bytes(config, largest, largest, dtype.itemsize)
+    graphs = (len(captured) + len(buckets)) * GRAPH_BYTES
+    graphs += max(decodes, bucket_bytes(config, max(buckets, default=0), dtype.itemsize))
+    graphs += largest * 4 * config.vocab_size + widest * config.hidden_size * dtype.itemsize
     tables = 2 if any(config.windows) else 1
     libraries = LIBRARY_BYTES + (NCCL_BYTES if divided else 0)
     if flashinfer:

@@ -2,15 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, StepPlan
-from tokenyard.executor.cuda_streams import uploaded
+from tokenyard.executor.cuda_streams import to_device
 from tokenyard.executor.state_pool import StateBatch
+
+
+class Bucket(NamedTuple):
+    """A captured step of rows of all kinds: its tokens, and at most so many rows of one token and of more each."""
+
+    tokens: int
+    rows: int
 
 
 @dataclass(slots=True)
@@ -28,7 +35,8 @@ class ForwardBatch:
     attention: metadata that the attention backend prepares for the step, by window.
     hidden: [T, hidden], the output of the previous pipeline stage; None in the first stage.
     states: the recurrent states of the rows; None for a model without.
-    captured: the rows of the captured step that this batch is recorded for; 0 for a batch that runs eagerly.
+    captured: the rows of the captured decode step that this batch is recorded for; 0 for any other batch.
+    bucket: the captured step of rows of all kinds that this batch is recorded for; None for any other batch.
     shared_kv: keys and values of the batch's tokens that later layers read too, by their layer.
     aux_hidden_states: [T, layers * hidden], what an EAGLE-3 head reads (see Decoder.aux_layers); None without one.
     """
@@ -45,6 +53,7 @@ class ForwardBatch:
     hidden: torch.Tensor | None = None
     states: StateBatch | None = None
     captured: int = 0
+    bucket: Bucket | None = None
     shared_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     aux_hidden_states: torch.Tensor | None = None
 
@@ -95,28 +104,6 @@ def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.T
     for row, column in zip(block, columns, strict=True):
         row[:] = column
     return to_device(block, device)
-
-
-def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Send an array to the device without waiting for it; on a CPU the tensor shares the array's memory.
-
-    A copy from memory that is not pinned would wait for all work queued before it.
-    """
-    if device.type == "cpu":
-        return torch.from_numpy(array)
-    # The allocator of pinned memory does not hand it out again before the copy is done.
-    return uploaded(pinned(array, device), device)
-
-
-def copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Send a tensor to the device without waiting for it; the tensor itself on a CPU."""
-    return host if device.type == "cpu" else uploaded(host.contiguous().pin_memory(), device)
-
-
-def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor on the host, in pinned memory; on a CPU the tensor shares the array's memory."""
-    host = torch.from_numpy(array)
-    return host if device.type == "cpu" else host.pin_memory()
 
 
 def samples_of(plan: StepPlan) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import BoolArray, Int32Array, Int64Array, InvalidRequestError, StepPlan
-from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.cuda_streams import to_device
 from tokenyard.executor.grammar_errors import explain_refusal
 
 MAX_COMPILED = 256

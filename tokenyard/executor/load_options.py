@@ -6,6 +6,7 @@ import torch
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.backend_choice import BackendChoice, choose_backends, torch_layers
+from tokenyard.executor.cuda_graph_runner import DEFAULT_MAX_CAPTURE_TOKENS
 from tokenyard.executor.distributed.partition import ModelPartition
 from tokenyard.executor.models.config import ModelConfig
 
@@ -35,8 +36,10 @@ class LoadOptions:
     threads: threads on a CPU; 0 lets torch and the native kernels choose.
     seed: seed of dummy weights.
     model_impl, attention_backend, quantization, kv_cache_dtype, deterministic: see choose_backends.
-    disable_cuda_graph: turns the capture of decode steps off.
+    disable_cuda_graph: turns the capture of steps off.
     cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
+    cuda_graph_max_tokens: the most tokens of a captured step with chunks or drafts; 0 captures none.
+    enable_tp_cuda_graph: whether tensor-parallel ranks capture steps too, their exchanges by NCCL included.
     swa_full_tokens_ratio: see choose_swa_pool; divided models keep all tokens in all layers.
     max_step_tokens: the most prompt tokens of a step, for which a CUDA device keeps memory.
     max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see StateGroup.fitting.
@@ -68,6 +71,8 @@ class LoadOptions:
     deterministic: bool = False
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
+    cuda_graph_max_tokens: int = DEFAULT_MAX_CAPTURE_TOKENS
+    enable_tp_cuda_graph: bool = False
     swa_full_tokens_ratio: float = 0.0
     max_step_tokens: int = 16384
     max_mamba_cache_size: int | None = None

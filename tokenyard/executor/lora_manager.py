@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenyard.base import ConfigError, RowStart, StepPlan, TokenyardError
-from tokenyard.executor.forward_batch import copied, to_device
+from tokenyard.executor.cuda_streams import copied, to_device
 from tokenyard.executor.layers.linear import Product
 from tokenyard.executor.lora_weights import LoraWeights, projection_shapes, read_adapter
 from tokenyard.executor.models.config import ModelConfig

@@ -12,7 +12,12 @@ from tokenyard.base import ConfigError, ExecutorInfo, StateGroup
 from tokenyard.base.protocols import MAX_STATE_SAVES
 from tokenyard.executor.backend_choice import BackendChoice, make_model, make_sampling_backend, plan_inputs
 from tokenyard.executor.cuda_devices import choose_device, prepare_cuda
-from tokenyard.executor.cuda_graph_runner import DEFAULT_MAX_CAPTURE_BS, capture_batch_sizes, capture_graphs
+from tokenyard.executor.cuda_graph_runner import (
+    DEFAULT_MAX_CAPTURE_BS,
+    capture_batch_sizes,
+    capture_buckets,
+    capture_graphs,
+)
 from tokenyard.executor.cuda_graph_runner import why_not as why_not_record
 from tokenyard.executor.device_memory import device_memory, step_bytes
 from tokenyard.executor.distributed.partition import ModelPartition
@@ -124,13 +129,16 @@ def load_executor(
     pages = PageTable(given.max_pool_rows, length, given.page_size, target, windows=info.windows is not None)
     sampling_backend = make_sampling_backend(choice, config)
     inputs = plan_inputs(choice, pages, FutureMap(given.max_pool_rows, target), sampling_backend)
+    state_pool = _make_states(config, info, target, kind, pool)
+    recordable = target.type == "cuda" and not given.disable_cuda_graph
 
     def backend_of(
         choice: BackendChoice, layers: Decoder | NativeDecoder, adapters: LoraManager | None
     ) -> ModelBackend:
         model = make_model(choice, layers, pool, pages)
-        if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
-            return _recorded(model, config, choice, given, target, kind, adapters, inputs, divided=part is not None)
+        # Ranks of a divided model capture once they are connected.
+        if isinstance(model, TorchModel) and recordable and part is None:
+            return _recorded(model, config, choice, given, target, kind, adapters, inputs, state_pool, part)
         return model
 
     def load_again(checkpoint: Checkpoint) -> LoadedModel:
@@ -162,8 +170,15 @@ def load_executor(
     drafter = make_drafter(drafts, given, model, info, pages, target, choice.kv_dtype)
     executor = make(
         *(model, pool, pages, info, target, drafter, sampling_backend, adapters),
-        _make_states(config, info, target, kind, pool),
+        state_pool,
     )
+    if part is not None and isinstance(model, TorchModel) and recordable:
+        divided = model
+
+        def capture() -> None:
+            executor.model = _recorded(divided, config, choice, given, target, kind, adapters, inputs, state_pool, part)
+
+        executor.capture = capture
     if drafts is None or drafts.head is None:
         own_rank = (part.rank, part.size) if part is not None and part.within_rank else (0, 1)
         executor.weight_updates = WeightUpdates(folder, load_again, rank=own_rank[0], ranks=own_rank[1])
@@ -214,7 +229,9 @@ def _state_bytes(config: ModelConfig, given: LoadOptions, dtype: torch.dtype) ->
     sized = given.max_mamba_cache_size
     slots = given.max_pool_rows if sized is None or not given.mamba_full_memory_ratio else sized
     return StateBytes(
-        slots * state_bytes(config.recurrent, dtype), given.mamba_full_memory_ratio if sized is None else 0.0
+        # One more for rows that fill up a captured step.
+        (slots + 1) * state_bytes(config.recurrent, dtype),
+        given.mamba_full_memory_ratio if sized is None else 0.0,
     )
 
 
@@ -281,17 +298,19 @@ def _reserved_bytes(
     if device.type != "cuda":
         return 0
     sizes: list[int] = []
+    buckets: list[int] = []
     divided, capturable = part is not None, choice.triton or choice.flashinfer
     reason = why_not_record(
         *(config, device, dtype),
         capturable=capturable,
-        divided=divided,
+        divided=not _captures_alone_or_together(given, part),
         adapters=given.lora_slots > 0 and not choice.triton,
     )
     if not given.disable_cuda_graph and not reason:
         sizes = capture_batch_sizes(min(given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS))
+        buckets = [own.tokens for own in capture_buckets(_max_capture_tokens(config, choice, given))]
         # With adapters each size is captured twice.
-        sizes *= 2 if given.lora_slots else 1
+        sizes, buckets = ([*own, *own] if given.lora_slots else own for own in (sizes, buckets))
     need = device_memory(
         config,
         dtype,
@@ -300,6 +319,7 @@ def _reserved_bytes(
         context_length=length,
         page_size=given.page_size,
         captured=tuple(sizes),
+        buckets=tuple(buckets),
         divided=divided,
         draft_tokens=given.draft_tokens,
         flashinfer=choice.flashinfer,
@@ -377,11 +397,11 @@ def _recorded(
     dtype: torch.dtype,
     adapters: LoraManager | None,
     inputs: PlanInputs,
-    *,
-    divided: bool,
+    states: StatePool | None,
+    part: ModelPartition | None,
 ) -> ModelBackend:
     """Return the model with captured decode steps, or the model itself where they cannot be captured."""
-    capturable = choice.triton or choice.flashinfer
+    capturable, divided = choice.triton or choice.flashinfer, not _captures_alone_or_together(given, part)
     uncaptured = adapters is not None and not choice.triton
     reason = why_not_record(config, device, dtype, capturable=capturable, divided=divided, adapters=uncaptured)
     if reason:
@@ -390,7 +410,24 @@ def _recorded(
     slots = None if adapters is None else adapters.slots
     assert slots is None or isinstance(slots, TorchLoraPool)
     sizes = given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS
-    return capture_graphs(model, config, sizes, device, slots, inputs)
+    max_tokens = _max_capture_tokens(config, choice, given)
+    return capture_graphs(model, config, sizes, device, slots, inputs, max_tokens, states, divided=part is not None)
+
+
+def _captures_alone_or_together(given: LoadOptions, part: ModelPartition | None) -> bool:
+    """Whether a model is whole, or its ranks capture steps together."""
+    return part is None or (part.captures and given.enable_tp_cuda_graph)
+
+
+def _max_capture_tokens(config: ModelConfig, choice: BackendChoice, given: LoadOptions) -> int:
+    """The most tokens of a captured step with chunks or drafts. flashinfer would plan it for one number of rows, and
+    recurrent states are computed row by row.
+    """
+    if not choice.triton or choice.flashinfer or config.recurrent is not None:
+        return 0
+    # No step has more.
+    most = given.max_step_tokens + given.max_pool_rows * (1 + given.draft_tokens)
+    return min(given.cuda_graph_max_tokens, most)
 
 
 def device_of_rank(

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import StepPlan
-from tokenyard.executor.forward_batch import PageTable, to_device
+from tokenyard.executor.cuda_streams import to_device
+from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.future_map import FutureMap
 
 

@@ -99,7 +99,7 @@ class ModelExecutor:
         self._device = device
         self._copies = HostCopies(device)
         self.adapters = adapters
-        self._states = states
+        self.states = states
         self.pages = pages
         plans = model.plans if isinstance(model, CudaGraphRunner) else None
         self.future = FutureMap(info.max_pool_rows, device) if plans is None else plans.future
@@ -110,6 +110,8 @@ class ModelExecutor:
         self.sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device, sampling_backend)
         self.weight_updates: WeightUpdates | None = None
         """Set by the loader of a model that can change its weights."""
+        self.capture: Callable[[], None] = lambda: None
+        """Captures the steps of a divided model once its ranks are connected; set by its loader."""
         self.drafter = drafter(self.sampler.guess) if drafter is not None else None
 
     def launch(self, plan: StepPlan) -> Ticket:
@@ -286,9 +288,9 @@ class ModelExecutor:
 
     def state_pieces(self, slots: Int32Array) -> KvPieces:
         """Say where the recurrent states in slots lie; see Executor."""
-        if self._states is None:
+        if self.states is None:
             return KvPieces(np.zeros((len(slots), 0), np.int64), 0, str(self._device))
-        return self._states.pieces(slots)
+        return self.states.pieces(slots)
 
     def device_blocks(self) -> DeviceBlocks:
         """Copies of KV between the device and host memory."""
@@ -296,12 +298,12 @@ class ModelExecutor:
 
     def device_states(self) -> DeviceStates:
         """Copies of recurrent states between the device and host memory."""
-        assert self._states is not None
-        return DeviceStates(self._states)
+        assert self.states is not None
+        return DeviceStates(self.states)
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        parts = ("kv_pool", "model", "pages", "future", "sampler", "adapters", "drafter", "_states", "weight_updates")
+        parts = ("kv_pool", "model", "pages", "future", "sampler", "adapters", "drafter", "states", "weight_updates")
         for name in parts:
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
@@ -314,13 +316,13 @@ class ModelExecutor:
             return
         batch = build_batch(plan, self.pages)
         batch.token_ids = self._inputs(plan, batch)
-        if self._states is not None:
-            batch.states = ticket.states = self._states.prepare(plan)
+        if self.states is not None:
+            batch.states = ticket.states = self.states.prepare(plan)
         if self.adapters is not None:
             self.adapters.begin(plan)
         logits = self.model.step(batch)
-        if self._states is not None:
-            self._states.keep(plan)
+        if self.states is not None:
+            self.states.keep(plan)
         if self.drafter is not None:
             self.drafter.computed(plan, self.model.hidden)
         if len(logits):
@@ -341,7 +343,11 @@ class ModelExecutor:
         assert isinstance(self.model, CudaGraphRunner)
         if self.adapters is not None:
             self.adapters.begin(plan)
+        states = None if self.states is None else self.states.prepare(plan)
         ticket.logits, ticket.likeliest = self.model.decode(plan, size)
+        if self.states is not None and states is not None:
+            states.save_decodes()
+            self.states.keep(plan)
         if plan.delay_sampling:
             # Logits that are sampled later must survive the steps in between.
             ticket.logits, ticket.likeliest = ticket.logits.clone(), None
@@ -385,8 +391,8 @@ class ModelExecutor:
         """Keep what a row's next step reads: its last sample is not its last token if a draft before it was refused."""
         plan = ticket.plan
         if plan.verify_rows:
-            if self._states is not None and ticket.states is not None:
-                self._states.confirm(ticket.states, plan, accepted)
+            if self.states is not None and ticket.states is not None:
+                self.states.confirm(ticket.states, plan, accepted)
             rows = slice(plan.decode_rows, plan.chunks_from)
             last = np.cumsum(accepted)[rows] - 1
             columns = upload((plan.pool_rows[rows], tokens[last]), self._device)

@@ -10,6 +10,7 @@ import torch
 
 from tokenyard.base import Int32Array, KvPieces, StepPlan
 from tokenyard.base.protocols import MAX_STATE_SAVES
+from tokenyard.executor.cuda_streams import to_device
 from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
 RecurrentConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
@@ -53,6 +54,12 @@ class StateBatch:
     unverified: dict[int, list[Replay]] = field(default_factory=dict)
     replay: Callable[[Sequence[int]], None] | None = None
 
+    def save_decodes(self) -> None:
+        """Save the states of rows that decode, after a captured step, which computes working states alone."""
+        if self.decode_saves is not None:
+            saved, targets = self.decode_saves
+            self.pool.copy(self.decode_slots[saved], targets)
+
 
 class PagedCheckpoints:
     """Checkpoints as raw bytes in pages of the KV pool, which a page of KV may take at any time.
@@ -86,11 +93,12 @@ class PagedCheckpoints:
             self._raw[raw] = False
 
     def _index(self, pages: Int32Array) -> torch.Tensor:
-        return torch.from_numpy(pages.astype(np.int64)).to(self._bytes.device)
+        return to_device(pages.astype(np.int64), self._bytes.device)
 
 
 class StatePool:
-    """The states of all layers that have one: a slot for each pool row, then those of the checkpoints.
+    """The states of all layers that have one: a slot for each pool row, then those of the checkpoints, and one
+    (`padding_slot`) for rows that fill up a captured step.
 
     Where checkpoints are in pages of the KV pool (`paged`), `keep` copies them there after a step: those of rows that
     decode or verify from their working states, those within chunks from the last `MAX_STATE_SAVES` slots.
@@ -108,7 +116,8 @@ class StatePool:
         paged: PagedCheckpoints | None = None,
     ) -> None:
         self._paged, self._first_save = paged, slots - MAX_STATE_SAVES
-        layers = len(config.layers)
+        self.padding_slot = slots
+        layers, slots = len(config.layers), slots + 1
         # Not torch.empty and zero_: a CPU gives a slot its memory when it is first written to.
         self.conv = torch.zeros(layers, slots, config.kernel - 1, config.channels, device=device, dtype=dtype)
         self.recurrent = torch.zeros(layers, slots, *config.state_shape, device=device, dtype=torch.float32)
@@ -136,9 +145,8 @@ class StatePool:
                 self._set(target, self._paged.read(pages))
             self._paged.clear(plan.page_ids)
         elif len(plan.state_copies):
-            sources, targets = torch.from_numpy(plan.state_copies.T.astype("int64")).to(device)
-            for states in (self.conv, self.recurrent):
-                states[:, targets] = states[:, sources]
+            sources, targets = to_device(plan.state_copies.T.astype(np.int64), device)
+            self.copy(sources, targets)
         saves: dict[int, list[tuple[int, int]]] = {}
         for (pool_row, position, _), slot in zip(plan.state_saves.tolist(), self._saved_to(plan), strict=True):
             saves.setdefault(pool_row, []).append((position, slot))
@@ -146,21 +154,27 @@ class StatePool:
         # A prompt of one token may come as a decode: it continues nothing.
         fresh = [pool_rows[row] for row in (plan.starts[:decodes] == 0).nonzero()[0].tolist()]
         if fresh:
+            slots = to_device(np.array(fresh, np.int64), device)
             for states in (self.conv, self.recurrent):
-                states[:, fresh] = 0
+                states.index_fill_(1, slots, 0)
         kept = [
             (row, slot)
             for row in (range(decodes) if saves else ())
             for _, slot in saves.get(pool_rows[row], ())
             if slot != pool_rows[row]
         ]
-        columns = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T.to(device)
+        columns = to_device(np.array(kept, np.int64).reshape(-1, 2).T, device) if kept else None
         return StateBatch(
             pool=self,
-            decode_slots=torch.tensor(pool_rows[:decodes], dtype=torch.int64).to(device),
-            decode_saves=(columns[0], columns[1]) if kept else None,
+            decode_slots=to_device(plan.pool_rows[:decodes].astype(np.int64), device),
+            decode_saves=None if columns is None else (columns[0], columns[1]),
             runs=_runs(plan, saves),
         )
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the states of all layers from slots to slots, both int64[n]."""
+        for states in (self.conv, self.recurrent):
+            states[:, targets] = states[:, sources]
 
     def keep(self, plan: StepPlan) -> None:
         """Copy what the plan's forward pass saved to pages of the KV pool, if checkpoints are there."""

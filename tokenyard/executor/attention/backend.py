@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.forward_batch import Bucket, ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,18 @@ class PlansCapturedSteps(Protocol):
         """Prepare a batch of decodes that is padded to `size` rows; `prepare` is captured for `batch.captured`.
 
         Rows beyond those of the batch read one token of page 0. SGLang's init_forward_metadata_replay_cuda_graph.
+        """
+
+
+@runtime_checkable
+class PlansTokenBuckets(Protocol):
+    """An AttentionBackend whose steps with rows of all kinds can be captured, padded to a number of tokens."""
+
+    def plan_bucket(self, batch: ForwardBatch, bucket: Bucket) -> None:
+        """Prepare a batch that is padded to a bucket; `prepare` is captured for `batch.bucket`.
+
+        Tokens beyond those of the batch attend to nothing, and what they find is not defined. The largest step is
+        planned first.
         """
 
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.executor.attention.backend import AttentionSpec, FusedKvWriteAttention, KvSlots
-from tokenyard.executor.forward_batch import ForwardBatch, PageTable, pinned, upload
+from tokenyard.executor.cuda_streams import pinned
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.config import ModelConfig
 

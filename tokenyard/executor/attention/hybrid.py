@@ -12,8 +12,9 @@ from tokenyard.executor.attention.backend import (
     FusedKvWriteAttention,
     KvSlots,
     PlansCapturedSteps,
+    PlansTokenBuckets,
 )
-from tokenyard.executor.forward_batch import ForwardBatch, PageTable
+from tokenyard.executor.forward_batch import Bucket, ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
 
 Backend = TypeVar("Backend", bound=AttentionBackend)
@@ -59,6 +60,12 @@ class HybridAttention(Generic[Backend]):
         for backend in self._backends:
             if isinstance(backend, PlansCapturedSteps):
                 backend.plan_captured(batch, size)
+
+    def plan_bucket(self, batch: ForwardBatch, bucket: Bucket) -> None:
+        """Prepare each group; see PlansTokenBuckets."""
+        for backend in self._backends:
+            assert isinstance(backend, PlansTokenBuckets)
+            backend.plan_bucket(batch, bucket)
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch

@@ -55,6 +55,7 @@ def load_executor(
         else:
             executor = load_part(model_path, **options, part=stage, make=pipeline)
         ranks.connect(torch.device(executor.info.device))
+        executor.capture()
     except BaseException:
         ranks.close()
         raise

@@ -7,7 +7,7 @@ from tokenyard.base import ExecutorInfo
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig
-from tokenyard.executor.models.model_backend import TorchModel
+from tokenyard.executor.models.model_backend import ModelBackend
 from tokenyard.executor.weights import Weights
 
 ParallelKind = Literal["tensor", "pipeline"]
@@ -26,12 +26,14 @@ class ModelPartition(Protocol):
     flag: the command-line flag of this kind of parallelism.
     takes_all: whether every rank has a part of each tensor.
     within_rank: whether all ranks belong to one data-parallel rank.
+    captures: whether all ranks compute a plan by the same steps at the same time, so that they can capture them.
     tp_comm: combines the ranks' parts of a layer; None where layers are not divided.
     """
 
     flag: ClassVar[str]
     takes_all: ClassVar[bool]
     within_rank: ClassVar[bool]
+    captures: ClassVar[bool]
 
     @property
     def rank(self) -> int:
@@ -55,7 +57,7 @@ class ModelPartition(Protocol):
     def weights(self, source: Weights, whole: ModelConfig) -> Weights:
         """This rank's part of the tensors of `source`, which are those of the whole model."""
 
-    def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
+    def compute(self, model: ModelBackend, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
         """Compute a step at a rank other than 0. ranges: see `encode_step`. open_tokens: whether only rank 0 knows
         all tokens of the batch.
         """

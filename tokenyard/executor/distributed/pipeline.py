@@ -19,7 +19,7 @@ from tokenyard.executor.distributed.process_group import TorchProcessGroup
 from tokenyard.executor.distributed.rank0 import ModelRanks, Rank0Executor
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.models.config import ModelConfig
-from tokenyard.executor.models.model_backend import TorchModel
+from tokenyard.executor.models.model_backend import ModelBackend, TorchModel
 from tokenyard.executor.runner import Ticket
 from tokenyard.executor.weights import Weights
 
@@ -33,6 +33,7 @@ class PipelineStage:
     flag: ClassVar[str] = "--pp-size"
     takes_all: ClassVar[bool] = False
     within_rank: ClassVar[bool] = True
+    captures: ClassVar[bool] = False
 
     rank: int
     size: int
@@ -70,8 +71,9 @@ class PipelineStage:
         """See ModelPartition."""
         return _StageWeights(source, self.layers(whole).start)
 
-    def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
+    def compute(self, model: ModelBackend, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
         """See ModelPartition; only the last stage computes logits."""
+        assert isinstance(model, TorchModel)
         if self.rank > 1:
             batch.hidden = self.group.receive(model.hidden_like(batch), self.rank - 1)
         elif open_tokens:

@@ -44,7 +44,6 @@ from tokenyard.executor.distributed.shm_broadcast import RingReader, SharedMemor
 from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.forward_batch import build_batch
 from tokenyard.executor.model_loader import load_executor
-from tokenyard.executor.models.model_backend import TorchModel
 from tokenyard.executor.runner import ModelExecutor
 
 PR_SET_PDEATHSIG = 1
@@ -85,6 +84,7 @@ class RankProcess:
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
         setup = self._setup
         self._group.connect(setup.meeting, setup.rank, setup.size, torch.device(executor.info.device))
+        executor.capture()
         threading.Thread(target=self._answer_calls, args=(executor,), name="calls", daemon=True).start()
         with torch.inference_mode():
             while (frame := self._ring.receive()) is not None:
@@ -121,14 +121,12 @@ class RankProcess:
 
     def _compute(self, executor: ModelExecutor, frame: bytes) -> None:
         plan, ranges = decode_step(frame)
-        model = executor.model
-        assert isinstance(model, TorchModel)
         self._memory.steps[self._setup.place] = plan.step
         executor.pages.write(plan)
         if not len(plan.pool_rows):
             return
         batch = build_batch(plan, executor.pages)
-        self._part.compute(model, batch, ranges, open_tokens=bool(plan.tokens.min() < 0))
+        self._part.compute(executor.model, batch, ranges, open_tokens=bool(plan.tokens.min() < 0))
 
     def _send_heartbeats(self) -> None:
         """Write heartbeats, and end the parent process if it is stalled: all ranks end together."""

@@ -88,6 +88,11 @@ def cuda_product(
     return Fp8BlocksLinear(whole, bias) if aligned and able == BLOCKS_ON and cuda_version() >= BLOCKS_CUDA else None
 
 
+def multiplies_packed(weights: Weights) -> bool:
+    """Whether some of these weights may stay packed on the device that they are for."""
+    return isinstance(weights, ScaledSource) and capability(weights.like.device) >= INT4_FROM
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a device, (0, 0) for one that is not CUDA's."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from tokenyard.base import RowLogprobs, StepPlan
-from tokenyard.executor.forward_batch import samples_of, to_device
+from tokenyard.executor.cuda_streams import to_device
+from tokenyard.executor.forward_batch import samples_of
 from tokenyard.executor.sampling.sampling_batch import LOGPROBS, SamplingRows
 
 PIECE_POSITIONS = 256

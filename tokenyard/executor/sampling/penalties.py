@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import Int32Array, RowStart
-from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.cuda_streams import to_device
 from tokenyard.executor.sampling.sampling_batch import SamplingRows
 
 FIRST_CAPACITY = 8

@@ -5,7 +5,8 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, RowStart
-from tokenyard.executor.forward_batch import to_device, upload
+from tokenyard.executor.cuda_streams import to_device
+from tokenyard.executor.forward_batch import upload
 from tokenyard.executor.grammar import VocabMasks
 from tokenyard.executor.sampling import top_k_top_p
 from tokenyard.executor.sampling.penalties import Penalties

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, RowStart, SamplingParams
-from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.cuda_streams import to_device
 from tokenyard.executor.sampling.noise import signed_seed
 
 RANDOM = 1

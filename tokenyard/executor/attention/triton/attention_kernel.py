@@ -36,21 +36,20 @@ LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 CHUNK_STAGES.
 """
 
-COLUMNS = ("positions", "pool_rows", "tokens", "counts")
+COLUMNS = ("positions", "pool_rows", "tokens", "counts", "places", "owners")
 """Arguments that may begin at any number of an upload. A kernel must not be compiled again where one is not aligned."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryBlocks:
-    """Queries that attend in one launch.
+    """Queries that attend in one launch. In a captured step some blocks have none.
 
     tokens: int64[blocks], the first token of each block in the batch.
-    counts: int64[blocks], how many of the row's queries from there on are in the block, at most `size`.
+    counts: int64[blocks], how many of the row's queries from there on are in the block, at most `size`; 0 for none.
     size: the most queries of a block.
     splits: into how many parts keys are cut at most, a power of two.
     stages: Triton's num_stages.
-    partial: float32 scratch for the splits' outputs, None without splits.
-    sums: float32 scratch for the splits' sums, None without splits.
+    scratch: where the splits are joined, None without splits.
     """
 
     tokens: torch.Tensor
@@ -58,8 +57,23 @@ class QueryBlocks:
     size: int
     splits: int
     stages: int = CHUNK_STAGES
-    partial: torch.Tensor | None = None
-    sums: torch.Tensor | None = None
+    scratch: "SplitScratch | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScratch:
+    """What splits find, until they are joined: a line for each query.
+
+    places: int64[blocks], the line of the first query of each block.
+    owners: int64[lines], the block of each line. A line that is not of a query of its block is not used.
+    partial: float32[lines * heads * splits * head_dim], outputs.
+    sums: float32[lines * heads * splits].
+    """
+
+    places: torch.Tensor
+    owners: torch.Tensor
+    partial: torch.Tensor
+    sums: torch.Tensor
 
 
 @triton.jit
@@ -83,6 +97,7 @@ def _attend_kernel(
     pool_rows,
     tokens,
     counts,
+    places,
     q_stride,
     table_stride,
     scale,
@@ -98,7 +113,6 @@ def _attend_kernel(
     SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -115,16 +129,19 @@ def _attend_kernel(
     start = 0
     if WINDOW > 0:
         start = tl.maximum(begin - (WINDOW - 1), 0)
-    size = last - start
+    # How many keys the block sees; none without queries.
+    reach = tl.where(count > 0, last - start, 0)
+    size = tl.maximum(reach, 1)
     if SPLITS > 1:
-        size = _split_size(size, SPLITS, SPLIT_KEYS, BLOCK_N)
+        size = _split_size(reach, SPLITS, SPLIT_KEYS, BLOCK_N)
+        own_line = tl.load(places + block)
     m = tl.arange(0, BLOCK_M)
     query, head = m // GROUP, kv_head * GROUP + m % GROUP
     d = tl.arange(0, BLOCK_D)
     real = (query < count)[:, None] & (d < HEAD_DIM)[None, :]
     own = tl.load(q + (first + query)[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], real, other=0.0)
     # A launch has fewer programs than splits where the batch is large, so that few of them find nothing to do.
-    for split in range(tl.program_id(2), tl.cdiv(last - start, size), tl.num_programs(2)):
+    for split in range(tl.program_id(2), tl.cdiv(reach, size), tl.num_programs(2)):
         low = start + split * size
         high = tl.minimum(low + size, last)
         # Scores are kept in base 2, because exp2 is what the hardware has.
@@ -166,7 +183,7 @@ def _attend_kernel(
             best = now
         found = found / tl.where(total > 0.0, total, 1.0)[:, None]
         if SPLITS > 1:
-            line = ((block * SIZE + query) * heads + head) * SPLITS + split
+            line = ((own_line + query) * heads + head) * SPLITS + split
             tl.store(partial + line[:, None] * HEAD_DIM + d[None, :], found, real)
             tl.store(sums + line, best + tl.log2(total), query < count)
         else:
@@ -183,18 +200,21 @@ def _join_kernel(
     positions,
     tokens,
     counts,
+    places,
+    owners,
     heads,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Join the splits of one query and head."""
-    block, query, head = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE, tl.program_id(1)
+    head = tl.program_id(1)
+    block = tl.load(owners + tl.program_id(0))
+    query = tl.program_id(0) - tl.load(places + block)
     count = tl.load(counts + block)
     if query < count:
         first = tl.load(tokens + block)
@@ -206,7 +226,7 @@ def _join_kernel(
         keys = last - low
         used = tl.cdiv(keys, _split_size(keys, SPLITS, SPLIT_KEYS, BLOCK_N))
         split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-        line = ((block * SIZE + query) * heads + head) * SPLITS + split
+        line = (tl.program_id(0).to(tl.int64) * heads + head) * SPLITS + split
         mass = tl.load(sums + line, split < used, other=float("-inf"))
         best = tl.max(mass, 0)
         if SINKS:
@@ -271,17 +291,15 @@ def attend(
         "SINKS": layer.sinks is not None,
         "SPLITS": blocks.splits,
         "SPLIT_KEYS": SPLIT_KEYS,
-        "SIZE": blocks.size,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
     }
     sinks = none if layer.sinks is None else layer.sinks
-    partial = none if blocks.partial is None else blocks.partial
-    sums = none if blocks.sums is None else blocks.sums
+    scratch = blocks.scratch or SplitScratch(blocks.tokens, blocks.tokens, none, none)
     count = len(blocks.tokens)
     _attend_kernel[count, kv_heads, split_programs(blocks.splits, count * kv_heads)](
-        *(out, partial, sums, layer.q, layer.keys, layer.values, sinks),
-        *(table, positions, pool_rows, blocks.tokens, blocks.counts),
+        *(out, scratch.partial, scratch.sums, layer.q, layer.keys, layer.values, sinks),
+        *(table, positions, pool_rows, blocks.tokens, blocks.counts, scratch.places),
         *(layer.q.stride(0), table.stride(0), layer.scale, layer.softcap or 1.0, heads),
         **constants,
         # Not an argument: where it is no multiple of 16, as of bytes, the compiler would know of no alignment at all.
@@ -295,8 +313,10 @@ def attend(
         num_stages=blocks.stages,
     )
     if blocks.splits > 1:
-        _join_kernel[count * blocks.size, heads](
-            *(out, partial, sums, sinks, positions, blocks.tokens, blocks.counts, heads), **constants
+        _join_kernel[len(scratch.owners), heads](
+            *(out, scratch.partial, scratch.sums, sinks, positions, blocks.tokens, blocks.counts),
+            *(scratch.places, scratch.owners, heads),
+            **constants,
         )
 
 

@@ -9,13 +9,15 @@ from tokenyard.executor.attention.triton.attention_kernel import (
     SPLITS,
     AttentionInputs,
     QueryBlocks,
+    SplitScratch,
     attend,
     block_size,
     decode_stages,
 )
 from tokenyard.executor.attention.triton.layer_kernels import add_norm, norm, rotate_and_store, silu_gate
 from tokenyard.executor.attention.triton.packed_kv import store_packed
-from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
+from tokenyard.executor.cuda_streams import to_device
+from tokenyard.executor.forward_batch import Bucket, ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
 
 FEW_QUERIES = 16
@@ -25,7 +27,10 @@ FEW_SPLITS = 4
 
 
 class TritonAttention(FusedKvWriteAttention):
-    """An AttentionBackend by own kernels, straight over the page table: decodes, drafts to verify, and chunks."""
+    """An AttentionBackend by own kernels, straight over the page table: decodes, drafts to verify, and chunks.
+
+    launches: those of the prepared step, in each layer.
+    """
 
     def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int, dtype: torch.dtype) -> None:
         """heads: of queries, which are of `dtype`."""
@@ -38,27 +43,79 @@ class TritonAttention(FusedKvWriteAttention):
         # A step of nothing but decodes needs no more than these, so nothing is sent to the device for it.
         self._numbers = torch.arange(len(pages.tensor), device=device)
         self._ones = torch.ones_like(self._numbers)
-        self._launches: list[QueryBlocks] = []
+        self.launches: list[QueryBlocks] = []
+        self._few = min(FEW_QUERIES, self._block_size)
+        self._bucket_columns = self._numbers[:0]
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the step into blocks of queries; see AttentionBackend."""
-        self._launches = []
+        if batch.bucket is not None:
+            self.launches = self._bucket_launches(batch.bucket)
+            return
+        self.launches = []
         decodes = batch.decode_rows
         if decodes:
-            self._launches.append(self._split(self._numbers[:decodes], self._ones[:decodes], 1, SPLITS))
+            own = self._numbers[:decodes]
+            self.launches.append(self._split(own, self._ones[:decodes], own, own, 1, SPLITS))
         counts = batch.counts[decodes:]
         if not len(counts):
             return
         firsts = decodes + np.cumsum(counts) - counts
-        device, few = batch.positions.device, counts <= min(FEW_QUERIES, self._block_size)
+        device, few = batch.positions.device, counts <= self._few
         if few.any():
-            tokens, sizes = upload((firsts[few], counts[few]), device)
+            own_counts = counts[few]
+            columns = firsts[few], own_counts, *lines_of(own_counts)
+            block = to_device(np.concatenate(columns), device)
+            tokens, sizes, places, owners = torch.split(block, [len(column) for column in columns])
             # Kernels are compiled for each size: five powers of two, not sixteen.
-            size = 1 << (int(counts[few].max()) - 1).bit_length()
-            self._launches.append(self._split(tokens, sizes, size, FEW_SPLITS))
+            size = power_of_two(int(own_counts.max()))
+            self.launches.append(self._split(tokens, sizes, places, owners, size, FEW_SPLITS))
         if not few.all():
             tokens, sizes = upload(cut(firsts[~few], counts[~few], self._block_size), device)
-            self._launches.append(QueryBlocks(tokens, sizes, self._block_size, 1))
+            self.launches.append(QueryBlocks(tokens, sizes, self._block_size, 1))
+
+    def plan_bucket(self, batch: ForwardBatch, bucket: Bucket) -> None:
+        """Say which queries of a batch the blocks of a captured step have; see PlansTokenBuckets."""
+        sizes, counts = self.bucket_sizes(bucket), batch.counts
+        firsts, few, long = np.cumsum(counts) - counts, counts > 1, counts > max(self._few, 1)
+        few &= ~long
+        columns = [
+            *(firsts[counts == 1], counts[counts == 1]),
+            *(firsts[few], counts[few], *lines_of(counts[few])),
+            *cut(firsts[long], counts[long], self._block_size),
+        ]
+        block = np.zeros(sum(sizes), np.int64)
+        for begin, column in zip(np.cumsum(sizes) - sizes, columns, strict=True):
+            block[begin : begin + len(column)] = column
+        # Lines behind those of queries belong to the last block in use, which has no such query.
+        owners = block[sum(sizes[:5]) : sum(sizes[:6])]
+        owners[len(columns[5]) :] = max(int(np.count_nonzero(few)) - 1, 0)
+        if len(self._bucket_columns) < len(block):
+            # The largest step is planned first, before any is captured.
+            self._bucket_columns = self._numbers.new_zeros(len(block))
+        self._bucket_columns[: len(block)].copy_(to_device(block, self._numbers.device))
+
+    def bucket_sizes(self, bucket: Bucket) -> list[int]:
+        """Return the lengths of the columns of a captured step, as many as it can need: tokens and counts of rows of
+        one query; tokens, counts, places and owners of rows of few; tokens and counts of blocks of longer ones.
+        """
+        tokens, rows = bucket.tokens, min(bucket.rows, len(self._numbers))
+        single, few = min(tokens, rows), min(tokens // 2, rows)
+        # A row that is cut has more than FEW_QUERIES tokens, and at most one block that is not full.
+        long = tokens // self._block_size + tokens // (self._few + 1)
+        return [single, single, few, few, few, tokens, long, long]
+
+    def _bucket_launches(self, bucket: Bucket) -> list[QueryBlocks]:
+        sizes = self.bucket_sizes(bucket)
+        single, ones, few, counts, places, owners, long, long_counts = torch.split(
+            self._bucket_columns[: sum(sizes)], sizes
+        )
+        own = self._numbers[: sizes[0]]
+        launches = [
+            self._split(single, ones, own, own, 1, SPLITS),
+            self._split(few, counts, places, owners, power_of_two(self._few), FEW_SPLITS),
+        ]
+        return [*launches, QueryBlocks(long, long_counts, self._block_size, 1)] if sizes[-1] else launches
 
     def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
         """Where a layer's keys and values of a batch belong; see FusedKvWriteAttention."""
@@ -87,15 +144,24 @@ class TritonAttention(FusedKvWriteAttention):
             self._sinks[layer] if self._sinks else None,
             self._pool.kind,
         )
-        for blocks in self._launches:
+        for blocks in self.launches:
             attend(blocks, how, self._pages.tensor, self._pages.page_size, batch.positions, batch.pool_rows, out)
         return out.flatten(1)
 
-    def _split(self, tokens: torch.Tensor, counts: torch.Tensor, size: int, splits: int) -> QueryBlocks:
-        """Blocks whose keys are cut, with scratch for what the splits find."""
-        lines = len(tokens) * size * self._heads * splits
+    def _split(
+        self,
+        tokens: torch.Tensor,
+        counts: torch.Tensor,
+        places: torch.Tensor,
+        owners: torch.Tensor,
+        size: int,
+        splits: int,
+    ) -> QueryBlocks:
+        """Blocks whose keys are cut, with scratch for what the splits find; see SplitScratch."""
+        lines = len(owners) * self._heads * splits
         scratch = torch.empty(lines * (self._head_dim + 1), dtype=torch.float32, device=tokens.device)
-        return QueryBlocks(tokens, counts, size, splits, self._stages, scratch[lines:], scratch[:lines])
+        own = SplitScratch(places, owners, scratch[lines:], scratch[:lines])
+        return QueryBlocks(tokens, counts, size, splits, self._stages, own)
 
 
 class TritonKernels:
@@ -130,3 +196,13 @@ def cut(
     rows = np.repeat(np.arange(len(counts)), pieces)
     number = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     return firsts[rows] + number * size, np.minimum(counts[rows] - number * size, size)
+
+
+def lines_of(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return `places` and `owners` (see SplitScratch) of blocks of so many queries."""
+    return np.cumsum(counts) - counts, np.repeat(np.arange(len(counts)), counts)
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not less than a number above 0."""
+    return 1 << (number - 1).bit_length()
