@@ -252,11 +252,6 @@ def test_what_does_not_work_with_states_is_refused(folder, options, says):
     assert "\n" not in str(caught.value)
 
 
-def test_kv_of_a_model_with_states_is_not_moved(folder):
-    with pytest.raises(ConfigError, match="recurrent states cannot be moved"):
-        load(folder, "qwen3.5").pieces(torch.ones(1, dtype=torch.int32).numpy())
-
-
 def test_the_pools_hold_what_their_layers_need(folder):
     executor = load(folder, "qwen3.5", max_mamba_cache_size=20)
     assert len(executor.kv_pool.tensor) == 1, "one of five layers attends"
