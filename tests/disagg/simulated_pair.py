@@ -15,6 +15,7 @@ from tokenyard.base import (
     Request,
     SamplingParams,
     SchedulerSettings,
+    StateGroup,
     Submit,
 )
 from tokenyard.disagg.protocol import Close, DecodePeer, Prefill, PrefillPeer, Read, Send, Timeouts, Want
@@ -31,12 +32,15 @@ TERMS = Timeouts(lease_ns=2000 * MS, beat_ns=200 * MS, silence_ns=600 * MS, admi
 PATIENCE_NS = 3000 * MS
 
 
-def make_yard(pages: int = 64, **changes) -> Yard:
+STATES = StateGroup(8, track_interval=64)
+
+
+def make_yard(pages: int = 64, states: StateGroup | None = None, **changes) -> Yard:
     settings = SchedulerSettings(
         **{"page_size": PAGE, "context_length": CONTEXT, "max_running_requests": 6, "chunked_prefill_size": 64}
         | changes
     )
-    return Yard(settings, make_info(pages, PAGE, 7, CONTEXT), answer_tokens=(8, 20))
+    return Yard(settings, make_info(pages, PAGE, 7, CONTEXT, states=states), answer_tokens=(8, 20))
 
 
 class Engine:
@@ -113,13 +117,22 @@ class Engine:
 
 class World:
     """A prefill engine `p`, a decode engine `d` and a link. `fault(sender, message)` says what becomes of a message:
-    "lost", "doubled" or anything else.
+    "lost", "doubled" or anything else. states: the model's layers with a recurrent state.
     """
 
-    def __init__(self, fault=lambda sender, message: "", p: dict | None = None, d: dict | None = None) -> None:
+    def __init__(
+        self,
+        fault=lambda sender, message: "",
+        p: dict | None = None,
+        d: dict | None = None,
+        states: StateGroup | None = None,
+    ) -> None:
+        self.states = states
         self.now = 1
         self.fault = fault
-        self.p, self.d = Engine(self, "p1", **(p or {})), Engine(self, "d1", **(d or {}))
+        self.p, self.d = (
+            Engine(self, boot_id, states=states, **(changes or {})) for boot_id, changes in (("p1", p), ("d1", d))
+        )
         self.linked = False
         self.connection = 0
         self.stopped_reads: set[str] = set()
@@ -167,7 +180,7 @@ class World:
             if read.key in self.stopped_reads:
                 why = "stopped"
             elif not source.dead:
-                copy_marks(source.yard, read.pages, reader.yard, read.load.pages)
+                copy_marks(source.yard, read, reader.yard)
             reader.decode_peer.read_ended(read.key, why, at)
 
         reader.inbox.append((now + READ_NS, end))
@@ -218,8 +231,13 @@ class World:
             assert memory.allocator.available == memory.num_pages
 
 
-def copy_marks(source: Yard, pages_from: np.ndarray, target: Yard, pages_to: np.ndarray) -> None:
-    """Move KV marks page by page, by the addresses that the executors give."""
-    there, here = source.executor.pieces(pages_from), target.executor.pieces(pages_to)
-    for a, b in zip(there.addresses.ravel().tolist(), here.addresses.ravel().tolist(), strict=True):
-        ctypes.memmove(b, a, here.nbytes)
+def copy_marks(source: Yard, read: Read, target: Yard) -> None:
+    """Move the marks of KV and of a state, by the addresses that the executors give."""
+    there, here = source.executor, target.executor
+    moves = [(there.pieces(read.pages), here.pieces(read.load.pages))]
+    if read.load.state_slot >= 0:
+        slots = np.array([[read.state_slot], [read.load.state_slot]], np.int32)
+        moves.append((there.state_pieces(slots[0]), here.state_pieces(slots[1])))
+    for origin, to in moves:
+        for a, b in zip(origin.addresses.ravel().tolist(), to.addresses.ravel().tolist(), strict=True):
+            ctypes.memmove(b, a, to.nbytes)

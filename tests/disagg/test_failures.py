@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.disagg.simulated_pair import MS, TERMS, Engine, World, make_yard
+from tests.disagg.simulated_pair import MS, STATES, TERMS, Engine, World, make_yard
 from tokenyard.base import Cancel, SamplingParams
 from tokenyard.disagg.protocol import Beat, DecodePeer, Done, Offer, Want
 
@@ -64,7 +64,7 @@ def stop_p(world: World) -> None:
 
 def restart_p(world: World) -> None:
     world.cut(world.now)
-    world.p = Engine(world, "p2")
+    world.p = Engine(world, "p2", states=world.states)
     world.connect()
 
 
@@ -84,12 +84,14 @@ def cut(world: World) -> None:
 BREAKS = {"kill -9": kill_p, "stop": stop_p, "restart": restart_p, "cut": cut, "decode side stops": stop_d}
 
 
-def test_the_prompt_is_computed_there_and_the_answer_decoded_here():
-    world = World()
+@pytest.mark.parametrize("states", [None, STATES])
+def test_the_prompt_is_computed_there_and_the_answer_decoded_here(states):
+    world = World(states=states)
     serve(world)
     assert world.d.decode_peer.counters == {"transferred": 1}
     assert world.p.prefill_peer.counters["handed_over"] == 1
-    assert computed(world) == 200 + 1 - 192
+    # A state is that of the whole prompt; KV alone is a hit up to the last whole page.
+    assert computed(world) == (1 if states else 200 + 1 - 192)
     world.settle()
 
 
@@ -97,7 +99,9 @@ def test_the_prompt_is_computed_there_and_the_answer_decoded_here():
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("what", BREAKS)
 def test_whatever_breaks_at_whatever_moment(what, moment):
-    world = World(p={"pages": 24})
+    # With recurrent states every other time.
+    states = STATES if (list(MOMENTS).index(moment) + list(BREAKS).index(what)) % 2 else None
+    world = World(p={"pages": 24}, states=states)
     at(world, moment, lambda: BREAKS[what](world))
     serve(world)
     world.settle()
@@ -266,9 +270,14 @@ def test_an_offer_that_makes_no_sense_is_refused():
     world.settle()
 
 
-def test_many_requests_some_of_which_break_lose_nothing():
+@pytest.mark.parametrize("states", [None, STATES])
+def test_many_requests_some_of_which_break_lose_nothing(states):
     rng = random.Random(7)
-    world = World(lambda sender, message: rng.choice(["lost", "doubled", *[""] * 18]), d={"pages": 60}, p={"pages": 40})
+
+    def fault(sender, message):
+        return rng.choice(["lost", "doubled", *[""] * 18])
+
+    world = World(fault, d={"pages": 60}, p={"pages": 40}, states=states)
     prompts = {world.ask(prompt(rng.choice((70, 130, 200)), seed=i % 7), 6): i for i in range(40)}
     for number in list(prompts)[::9]:
         world.d.yard.apply(Cancel([number]))

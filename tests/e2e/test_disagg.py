@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.servers import Server
+from tests.executor.tiny_models import judge, logits, prompt_of
 from tokenyard.config import DEMO_MODEL
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model is not there")
@@ -125,6 +126,37 @@ def test_kv_of_one_byte_is_handed_over_with_its_scales(settings):
     finally:
         for server in (d, p):
             server.close()
+
+
+def generate(server: Server, prompt: list[int], tokens: int) -> list[int]:
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}}
+    request = urllib.request.Request(server.url + "/generate", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["output_ids"]
+
+
+@pytest.mark.slow
+def test_recurrent_states_are_handed_over(tmp_path, settings):
+    """The prompt ends inside a page; the second turn finds the first one's checkpoint at the decode engine."""
+    judge("qwen3.5").save_pretrained(tmp_path)
+    flags = (str(tmp_path), *FLAGS, "--config", settings, "--skip-tokenizer-init", "--max-total-tokens", "800")
+    p = Server(*flags, "--disaggregation-mode", "prefill")
+    d = Server(*flags, "--disaggregation-mode", "decode", "--prefill-engines", p.url)
+    try:
+        wait_until(lambda: disagg_state(d).get("connected"))
+        known, answered = prompt_of(57, seed=1), []
+        for turn in range(2):
+            answer = generate(d, known, 12)
+            answered += range(len(known), len(known) + 12)
+            known = known + answer + prompt_of(40, seed=2 + turn)
+        wait_until(lambda: disagg_state(d).get("transferred", 0) >= 1)
+        nothing_left(d)
+        nothing_left(p)
+    finally:
+        for server in (d, p):
+            server.close()
+    likeliest = logits("qwen3.5", known).argmax(dim=-1).tolist()
+    assert [likeliest[position - 1] for position in answered] == [known[position] for position in answered]
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ class Settings(DeclaredSettings):
             "mamba_full_memory_ratio": 0.0 if self.disable_radix_cache else self.mamba_full_memory_ratio,
             "max_mamba_cache_size": self.max_mamba_cache_size,
             "mamba_track_interval": self.mamba_track_interval,
-            "mamba_shared_memory": self.shares_state_memory,
+            "mamba_shared_memory": self.shares_state_memory and self.disaggregation_mode == "null",
             "load_format": self.load_format,
             "threads": self.threads,
             "model_impl": self.model_impl,

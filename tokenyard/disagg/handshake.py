@@ -35,6 +35,7 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
     dtype: of the KV.
     page_size: tokens per page.
     pieces, piece_bytes: number and size of the pieces of a page's KV.
+    state_pieces, state_piece_bytes: the same of a slot of recurrent states; 0 for a model without.
     machine, pid: the machine and the process, for reads of its memory.
     """
 
@@ -48,6 +49,8 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
     piece_bytes: int
     machine: str = ""
     pid: int = 0
+    state_pieces: int = 0
+    state_piece_bytes: int = 0
 
 
 class Proof(msgspec.Struct, tag=True, array_like=True):
@@ -64,12 +67,15 @@ class Memory(msgspec.Struct, tag=True, array_like=True):
 
     origins, strides: of its `PageMap`, as int64 bytes.
     probe_address, probe: a random number in its memory, which the other side tries to read.
+    state_origins, state_strides: of the `PageMap` of its slots of recurrent states.
     """
 
     origins: bytes
     strides: bytes
     probe_address: int
     probe: bytes
+    state_origins: bytes = b""
+    state_strides: bytes = b""
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
@@ -102,6 +108,8 @@ class Pull(msgspec.Struct, tag=True, array_like=True):
         return hmac.digest(secret, b"pull" + _encoder.encode(msgspec.structs.replace(self, mac=b"")), "sha256")
 
 
+NO_PAGES = PageMap(np.empty(0, np.int64), np.empty(0, np.int64), 0)
+
 Opening = Hello | Proof | Memory | Refused | Pull
 
 _encoder = msgspec.msgpack.Encoder()
@@ -117,12 +125,14 @@ class EngineIdentity:
     pages: where its KV pages lie.
     secret: the secret that all engines share.
     probe: a random number in its memory, which the other side tries to read.
+    states: where its slots of recurrent states lie.
     """
 
     hello: Hello
     pages: PageMap
     secret: bytes
     probe: Probe
+    states: PageMap = NO_PAGES
 
 
 def frame(message: Any) -> bytes:
@@ -182,8 +192,10 @@ class Handshake:
         elif isinstance(message, Proof) and self.hello is not None and self._peer_seal is None:
             self._verify(message, self.hello)
         elif isinstance(message, Memory) and self._peer_seal is not None and self.peer_memory is None:
-            pieces = self._own.hello.pieces * 8
-            if len(message.origins) != pieces or len(message.strides) != pieces:
+            hello = self._own.hello
+            sizes = {len(message.origins) - hello.pieces * 8, len(message.strides) - hello.pieces * 8}
+            sizes |= {len(one) - hello.state_pieces * 8 for one in (message.state_origins, message.state_strides)}
+            if sizes != {0}:
                 self._refuse("the memory does not fit the hello")
             self.peer_memory = message
         else:
@@ -203,9 +215,14 @@ class Handshake:
         """The addresses of the other engine's pages."""
         assert self.hello is not None
         assert self.peer_memory is not None
-        columns = (self.peer_memory.origins, self.peer_memory.strides)
-        origins, strides = (np.frombuffer(data, "<i8") for data in columns)
-        return PageMap(origins, strides, self.hello.piece_bytes)
+        return _page_map(self.peer_memory.origins, self.peer_memory.strides, self.hello.piece_bytes)
+
+    def states(self) -> PageMap:
+        """The addresses of the other engine's slots of recurrent states."""
+        assert self.hello is not None
+        assert self.peer_memory is not None
+        memory = self.peer_memory
+        return _page_map(memory.state_origins, memory.state_strides, self.hello.state_piece_bytes)
 
     def _verify(self, proof: Proof, theirs: Hello) -> None:
         """Check the other side's proof and answer it."""
@@ -217,9 +234,10 @@ class Handshake:
         by, to = _encoder.encode(self._hello), _encoder.encode(theirs)
         self._own_seal = Seal(secret, by, to, dialled=self._dialled)
         self._peer_seal = Seal(secret, to, by, dialled=not self._dialled)
-        pages, probe = self._own.pages, self._own.probe
-        origins, strides = (column.astype("<i8").tobytes() for column in (pages.origins, pages.strides))
-        self.to_send.append(self.seal(Memory(origins, strides, probe.address, probe.value)))
+        pages, states, probe = self._own.pages, self._own.states, self._own.probe
+        columns = pages.origins, pages.strides, states.origins, states.strides
+        origins, strides, *of_states = (column.astype("<i8").tobytes() for column in columns)
+        self.to_send.append(self.seal(Memory(origins, strides, probe.address, probe.value, *of_states)))
 
     def _compare(self, theirs: Hello) -> None:
         ours = self._hello
@@ -230,6 +248,8 @@ class Handshake:
             ("page_size", "--page-size"),
             ("pieces", "number of layers or of ranks (--tp-size)"),
             ("piece_bytes", "size of heads"),
+            ("state_pieces", "number of layers with recurrent states"),
+            ("state_piece_bytes", "size of recurrent states"),
         ):
             here, there = getattr(ours, name), getattr(theirs, name)
             if here != there:
@@ -244,6 +264,10 @@ class Handshake:
         refusal = Refused(why)
         self.to_send.append(frame(refusal) if self._own_seal is None else self.seal(refusal))
         raise HandshakeError(why)
+
+
+def _page_map(origins: bytes, strides: bytes, nbytes: int) -> PageMap:
+    return PageMap(np.frombuffer(origins, "<i8"), np.frombuffer(strides, "<i8"), nbytes)
 
 
 def _mac(secret: bytes, dialled: bool, by: Hello, to: Hello) -> bytes:

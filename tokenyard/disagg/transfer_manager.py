@@ -16,7 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tokenyard.base import Cancel, ConfigError, Event, TokenyardError
+import numpy as np
+
+from tokenyard.base import Cancel, ConfigError, Event, Int32Array, TokenyardError
 from tokenyard.base.frames import HandshakeError
 from tokenyard.disagg.connection import Connection
 from tokenyard.disagg.handshake import EngineIdentity, Pull, frame
@@ -318,8 +320,11 @@ class KvTransferManager:
         offer = None
         if pull.is_signed(self.identity.secret):
             offer = self.prefill_peer.valid(pull.key, pull.ticket, time.monotonic_ns())
-        pages = unpack_ids(offer.pages)[pull.first : pull.first + pull.count] if offer is not None else None
-        if pages is None or pull.first < 0 or pull.count < 0 or len(pages) != pull.count:
+        if offer is None:
+            sock.close()
+            return
+        pages, state_slot = unpack_ids(offer.pages)[pull.first : pull.first + pull.count], offer.state_slot
+        if pull.first < 0 or pull.count < 0 or len(pages) != pull.count:
             sock.close()
             return
 
@@ -330,6 +335,9 @@ class KvTransferManager:
             with sock, contextlib.suppress(OSError, TokenyardError):
                 ours, timeout_s = self.identity.pages, self._timeouts.silence_ns / NS_PER_S
                 send_pages(sock, spans(ours, pages), ours.nbytes, timeout_s, valid)
+                if state_slot >= 0:
+                    states = self.identity.states
+                    send_pages(sock, spans(states, _slot(state_slot)), states.nbytes, timeout_s, valid)
 
         self._transfer_threads.submit(work)
 
@@ -361,14 +369,21 @@ class KvTransferManager:
         self.decode_peer.read_ended(key, why, time.monotonic_ns())
 
     def _move(self, read: Read, connection: Connection, page_read: PageRead) -> None:
-        """Copy the pages of a read into this engine's pool. Raises OSError or TransferError."""
+        """Copy the pages of a read, and its recurrent states, into this engine's memory. Raises OSError or
+        TransferError.
+        """
         ours, pages = self.identity.pages, read.load.pages
+        states, into = self.identity.states, read.load.state_slot
         hello, memory = connection.handshake.hello, connection.handshake.peer_memory
         assert hello is not None
         assert memory is not None
         if self._reads_memory.get(read.peer):
             if can_read(hello.pid, memory.probe_address, memory.probe):
-                self.moved_bytes += read_pages(hello.pid, connection.handshake.memory(), read.pages, ours, pages)
+                handshake = connection.handshake
+                self.moved_bytes += read_pages(hello.pid, handshake.memory(), read.pages, ours, pages)
+                if into >= 0:
+                    theirs = _slot(read.state_slot)
+                    self.moved_bytes += read_pages(hello.pid, handshake.states(), theirs, states, _slot(into))
                 return
             self._reads_memory[read.peer] = False
             if self._backend == "process_vm":
@@ -382,3 +397,10 @@ class KvTransferManager:
             sock.sendall(frame(pull.signed(self.identity.secret)))
             receive_pages(sock, spans(ours, pages), ours.nbytes, timeout_s)
             self.moved_bytes += len(pages) * ours.page_bytes
+            if into >= 0:
+                receive_pages(sock, spans(states, _slot(into)), states.nbytes, timeout_s)
+                self.moved_bytes += states.page_bytes
+
+
+def _slot(number: int) -> Int32Array:
+    return np.array([number], np.int32)

@@ -326,7 +326,7 @@ def _pools(setup: Setup, profile: Profile) -> tuple[int, StateGroup | None]:
     if not profile.state_slot_bytes:
         return tokens, None
     ratio = 0.0 if settings.disable_radix_cache else settings.mamba_full_memory_ratio
-    if ratio and settings.shares_state_memory:
+    if ratio and settings.shares_state_memory and setup.disagg is None:
         together = tokens if given is None else int(tokens * (1.0 + ratio))
         page_bytes = settings.page_size * profile.kv_bytes_per_token
         pages, interval = together // settings.page_size, settings.mamba_track_interval

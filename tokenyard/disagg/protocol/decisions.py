@@ -38,6 +38,8 @@ class RemotePrefillRule:
     """Tokens of a page."""
     kv_bytes_per_token: int
     """Bytes of the KV of a token."""
+    state_bytes: int = 0
+    """Bytes of the recurrent states after a prompt; 0 for a model without."""
 
     def choose(
         self, peers: Sequence[Peer], tokens: int, cached: int, load: Callable[[CostModel], tuple[float, float]]
@@ -53,7 +55,7 @@ class RemotePrefillRule:
         own_s = self._prefill_s(cached, uncached)
         waits_s, slowdown = load(self.cost)
         remote_s = own_s * peer.slowdown + peer.load_s
-        copy_s = self.cost.copy(uncached * self.kv_bytes_per_token, "network")
+        copy_s = self.cost.copy(uncached * self.kv_bytes_per_token + self.state_bytes, "network")
         long_enough = uncached >= max(BLOCK_TOKENS, self.page_size)
         if not long_enough or not (self.role == "decode" or remote_s + copy_s < waits_s + own_s * slowdown):
             return None

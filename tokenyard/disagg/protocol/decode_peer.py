@@ -174,11 +174,12 @@ class DecodePeer:
             return False
         first = load.start // self._page_size
         pages = unpack_ids(job.offer.pages)[first : first + len(load.pages)]
-        if len(pages) < len(load.pages):
+        if len(pages) < len(load.pages) or (load.state_slot >= 0) != (job.offer.state_slot >= 0):
             self._fail(job, "wrong offer", now)
             return False
         job.load, job.state, job.until = load, "reading", now + self._timeouts.lease_ns
-        self._actions.append(Read(job.want.key, job.peer.number, load, pages, first, job.offer.ticket))
+        offer = job.offer
+        self._actions.append(Read(job.want.key, job.peer.number, load, pages, first, offer.ticket, offer.state_slot))
         return True
 
     def read_ended(self, key: str, why: str, now: int) -> None:

@@ -50,6 +50,7 @@ class Offer(msgspec.Struct, tag=True, array_like=True):
     ticket: authorizes reads of the pages over TCP.
     lease_ns: how long the pages are held without a heartbeat.
     weights: those that computed the KV and the token.
+    state_slot: the slot with the recurrent states after those tokens; -1 for a model without.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Offer(msgspec.Struct, tag=True, array_like=True):
     ticket: bytes
     lease_ns: int
     weights: str = ""
+    state_slot: int = -1
 
 
 class Done(msgspec.Struct, tag=True, array_like=True):
@@ -143,11 +145,13 @@ class Prefill:
 
 @dataclass(slots=True)
 class Read:
-    """Read KV through connection `peer` into the pages of `load`, then call `DecodePeer.read_ended`.
+    """Read KV through connection `peer` into the pages of `load`, and recurrent states into its slot if it has one,
+    then call `DecodePeer.read_ended`.
 
     pages: int32[n], pages of the other engine, one for each page of `load`.
     first: index of the first of them in the offer.
     ticket: the ticket of the offer.
+    state_slot: that of the other engine.
     """
 
     key: str
@@ -156,6 +160,7 @@ class Read:
     pages: Int32Array
     first: int
     ticket: bytes
+    state_slot: int = -1
 
 
 @dataclass(slots=True)

@@ -185,7 +185,8 @@ class PrefillPeer:
         if job is None:
             self._actions.append(PagesReleased(handover.number))
             return
-        self._offer(job, handover.tokens, handover.token, pack_ids(handover.pages), weights, now)
+        pages = pack_ids(handover.pages)
+        self._offer(job, handover.tokens, handover.token, pages, weights, now, handover.state_slot)
 
     def finished(self, number: int, why: str, token: int, now: int, weights: str = "") -> None:
         """Handle a request that ended without a handover: `why` it failed, "" if its first `token`, by these `weights`,
@@ -201,11 +202,13 @@ class PrefillPeer:
         else:
             self._offer(job, 0, token, b"", weights, now)
 
-    def _offer(self, job: PrefillJob, tokens: int, token: int, pages: bytes, weights: str, now: int) -> None:
-        timeouts = self._timeouts
-        job.lease_until = now + timeouts.lease_ns
+    def _offer(
+        self, job: PrefillJob, tokens: int, token: int, pages: bytes, weights: str, now: int, state_slot: int = -1
+    ) -> None:
+        lease_ns = self._timeouts.lease_ns
+        job.lease_until = now + lease_ns
         ticket = self._new_ticket()
-        job.offer = Offer(job.key, self._boot_id, tokens, token, pages, ticket, timeouts.lease_ns, weights)
+        job.offer = Offer(job.key, self._boot_id, tokens, token, pages, ticket, lease_ns, weights, state_slot)
         self.counters["offers"] += 1
         self._send_offer(job)
 

@@ -159,7 +159,9 @@ class Simulation:
         if setup.disagg is None:
             return None
         info = executor_info(setup)
-        sizes = NetworkSizes(len(self._workload), setup.replicas, info.page_size, info.kv_bytes_per_token)
+        state_bytes = 0 if info.states is None else info.states.slot_bytes
+        kv_bytes = info.kv_bytes_per_token
+        sizes = NetworkSizes(len(self._workload), setup.replicas, info.page_size, kv_bytes, state_bytes)
         return Network(setup.disagg, self, sizes, setup.seed)
 
     def _connect(self, network: Network) -> None:

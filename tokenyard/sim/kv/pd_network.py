@@ -48,6 +48,7 @@ class NetworkSizes:
     answering: int
     page_tokens: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
 
 
 class Network:
@@ -61,7 +62,7 @@ class Network:
         """
         self._disagg, self._engines = disagg, engines
         self._answering, self._page = sizes.answering, sizes.page_tokens
-        self._page_bytes = sizes.page_tokens * sizes.kv_bytes_per_token
+        self._page_bytes, self._state_bytes = sizes.page_tokens * sizes.kv_bytes_per_token, sizes.state_bytes
         self._latency_ns = round(disagg.latency_s * NS_PER_S)
         self._nodes: list[SimPeer] = []
         self._traffic = LinkScheduler()
@@ -180,7 +181,7 @@ class Network:
         """Ask a prefill engine if that is faster."""
         peers, cached = node.decode_peer.healthy_peers(now), node.core.cached_tokens(request)
         tokens, bytes_per_token = len(request.prompt_ids), self._page_bytes // self._page
-        rule = RemotePrefillRule(self._disagg.mode, node.cost, self._page, bytes_per_token)
+        rule = RemotePrefillRule(self._disagg.mode, node.cost, self._page, bytes_per_token, self._state_bytes)
         chosen = rule.choose(peers, tokens, cached, lambda cost: node.core.prefill_load(cost, now))
         if chosen is None:
             return request
@@ -315,7 +316,8 @@ class Network:
             end = partial(self._read_ended, node, source, read, transfer.end_ns)
             self._engines.at(transfer.end_ns + self._latency_ns, end)
 
-        self._traffic.carry(source.way_out, node.way_in, pages * self._page_bytes, now, ends)
+        num_bytes = pages * self._page_bytes + self._state_bytes
+        self._traffic.carry(source.way_out, node.way_in, num_bytes, now, ends)
 
     def _read_ended(self, node: SimPeer, source: SimPeer, read: Read, end: int, now: int) -> None:
         transfer = node.reads.get(read.key)

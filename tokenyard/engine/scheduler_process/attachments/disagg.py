@@ -17,7 +17,6 @@ import numpy as np
 from tokenyard.base import (
     NS_PER_S,
     Cancel,
-    ConfigError,
     Event,
     Executor,
     ExecutorInfo,
@@ -77,7 +76,8 @@ class DisaggConnector(Attachment):
         self._deliver = deliver
         self._info = info
         self._cost = core.cost or prior_cost_model(info)
-        self._rule = RemotePrefillRule(config.role, self._cost, info.page_size, info.kv_bytes_per_token)
+        state_bytes = 0 if info.states is None else info.states.slot_bytes
+        self._rule = RemotePrefillRule(config.role, self._cost, info.page_size, info.kv_bytes_per_token, state_bytes)
         self._remote_prefills: set[int] = set()
         self._bootstrap_requests: set[int] = set()
         self._load_at_ns = 0
@@ -292,9 +292,7 @@ def weights_digest(config: EngineConfig, info: ExecutorInfo) -> str:
 
 def identify(config: EngineConfig, executor: Executor) -> EngineIdentity:
     """This engine as the others see it. Raises ConfigError for an executor whose KV cannot be moved."""
-    pages, info = map_pages(executor.pieces), executor.info
-    if info.states is not None:
-        raise ConfigError("models with recurrent states do not support --disaggregation-mode; start without it")
+    pages, info, states = map_pages(executor.pieces), executor.info, map_pages(executor.state_pieces)
     hello = Hello(
         version=VERSION,
         boot_id=secrets.token_hex(8),
@@ -306,8 +304,10 @@ def identify(config: EngineConfig, executor: Executor) -> EngineIdentity:
         piece_bytes=pages.nbytes,
         machine=machine_id(),
         pid=os.getpid(),
+        state_pieces=len(states.origins),
+        state_piece_bytes=states.nbytes,
     )
-    return EngineIdentity(hello, pages, config.disagg.secret.encode(), Probe())
+    return EngineIdentity(hello, pages, config.disagg.secret.encode(), Probe(), states)
 
 
 def request_for(vocabulary: int, prefill: Prefill) -> Event:
