@@ -23,7 +23,7 @@ def gguf_names(name, architecture="llama"):
     if base in WHOLE:
         return f"{WHOLE[base]}.{kind}", None
     _, _, layer, rest = base.split(".", 3)
-    if ".experts." in rest:
+    if ".mlp.experts." in base:
         _, _, expert, part = rest.split(".")
         return f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.{kind}", int(expert)
     return f"blk.{layer}.{(IN_LAYER | OWN_IN_LAYER.get(architecture, {}))[rest]}.{kind}", None
@@ -97,6 +97,11 @@ def delta_net(name, tensor, config, tiles):
     return -tensor.exp() if name.endswith("A_log") else tensor
 
 
+def of_full_layers(config):
+    """The sizes of Gemma 4's layers without a window."""
+    return next(iter(config["per_layer_config"].values()))
+
+
 def own_keys(architecture, config):
     """The metadata of single families."""
     if architecture == "granite":
@@ -105,6 +110,22 @@ def own_keys(architecture, config):
             "residual_scale": config["residual_multiplier"],
             "logit_scale": config["logits_scaling"],
             "attention.scale": config["attention_multiplier"],
+        }
+    if architecture == "gemma4":
+        windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+        shared, inner = config["num_kv_shared_layers"], config["intermediate_size"]
+        own, wide = len(windows) - shared, config["use_double_wide_mlp"]
+        others, local = of_full_layers(config), config["num_key_value_heads"]
+        sizes, full = {"": others["head_dim"], "_swa": config["head_dim"]}, others.get("num_key_value_heads")
+        return {
+            "attention.shared_kv_layers": shared,
+            "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "attention.sliding_window_pattern": windows,
+            **{f"attention.{part}_length{kind}": size for kind, size in sizes.items() for part in ("key", "value")},
+            **{f"rope.dimension_count{kind}": size for kind, size in sizes.items()},
+            "feed_forward_length": [inner * (1 + (layer >= own)) for layer in range(len(windows))] if wide else inner,
+            "attention.head_count_kv": local if full is None else [local if window else full for window in windows],
+            "expert_used_count": config.get("top_k_experts"),
         }
     if architecture == "lfm2":
         kinds = config["layer_types"]
@@ -160,10 +181,10 @@ def as_converted(architecture, tensors, config):
                 else:
                     found[f"{base}.{expert}.gate_proj.{kind}"] = one[::2]
                     found[f"{base}.{expert}.up_proj.{kind}"] = one[1::2]
-        elif name.endswith("norm.weight") and architecture.startswith("gemma"):
+        elif name.endswith("norm.weight") and architecture in ("gemma2", "gemma3"):
             found[name] = tensor + 1.0
         else:
-            found[name.replace(".router.", ".gate.")] = tensor
+            found[name if architecture == "gemma4" else name.replace(".router.", ".gate.")] = tensor
     return found
 
 
@@ -189,6 +210,10 @@ def rope_facts(config):
         for length in ("short", "long")
         if kind == "longrope"
     }
+    if kind == "proportional":
+        pairs = of_full_layers(config)["head_dim"] // 2
+        turning = int(pairs * own["partial_rotary_factor"])
+        factors["rope_freqs.weight"] = np.array([1.0] * turning + [1e30] * (pairs - turning), dtype=np.float32)
     return facts, factors
 
 
@@ -392,8 +417,10 @@ def add_tensors(writer, config, tensors, kind, architecture):
     return whole
 
 
-def add_spm(writer, tokens, scores, kinds, prefix=True, bos=1, eos=2):
-    writer.add_tokenizer_model("llama")
+def add_spm(writer, tokens, scores, kinds, prefix=True, merges=None, bos=1, eos=2):
+    writer.add_tokenizer_model("llama" if merges is None else "gemma4")
+    if merges is not None:
+        writer.add_token_merges(merges)
     writer.add_token_list(tokens)
     writer.add_token_scores(scores)
     writer.add_token_types(kinds)

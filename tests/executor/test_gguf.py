@@ -98,6 +98,8 @@ def test_config_tokens_template_and_ends_are_those_of_the_folder(tmp_path):
         ("phi3-partial-window", "phi3"),
         ("gemma2", "gemma2"),
         ("gemma3", "gemma3"),
+        ("gemma4", "gemma4"),
+        ("gemma4-moe", "gemma4"),
         ("gpt-oss-7", "gpt-oss"),
         ("granite", "granite"),
         ("lfm2", "lfm2"),

@@ -103,6 +103,16 @@ def test_random_texts(tmp_path, prefix, user_defined):
         assert tokenizer.decode(ids) == text
 
 
+def test_stated_merges_count(tmp_path):
+    """As in files of Gemma 4, whose scores say nothing."""
+    path, (tokens, scores, kinds) = tmp_path / "model.gguf", vocabulary(True)
+    write_gguf(DEMO_MODEL, path, spm=(tokens, [-1000.0] * len(scores), kinds, False, ["b c", "a bc", "▁ ▁"]))
+    tokenizer = Tokenizer.from_file(str(resolve_model_path(str(path)) / "tokenizer.json"))
+    assert tokenizer.encode("abc ab<tag>  é").tokens == [
+        *("<s>", "abc", SPACE, "a", "b", "<tag>", SPACE * 2, "<0xC3>", "<0xA9>"),
+    ]
+
+
 def test_what_cannot_be_rebuilt_is_refused(tmp_path):
     tokens, scores, kinds = vocabulary(False)
     write_gguf(DEMO_MODEL, tmp_path / "short.gguf", spm=(tokens, scores[:-1], kinds))

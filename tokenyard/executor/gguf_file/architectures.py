@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from tokenyard.base import ConfigError
 from tokenyard.executor.gguf_file.gguf_reader import GgufFile
 
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The one size of Gemma whose scores are scaled by something else than the size of a head; no file says so."""
+TURNS_NOT = 1e10
+"""A factor on the wavelength of a rotation that makes it none."""
 
 
 def own_facts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +41,56 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": file.own("rope.freq_base_swa", 1e4),
     }
     return _gemma(file, config) | bases
+
+
+def _gemma4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Sizes that differ by the kind of layer are lists with one for each layer. Dimensions that do not turn have a huge
+    factor.
+    """
+    layers = config["num_hidden_layers"]
+    windows = file.own("attention.sliding_window_pattern")
+    if not isinstance(windows, list) or len(windows) != layers:
+        raise ConfigError(f"{file.path} does not say which of its {layers} layers have a window")
+    own, shared = config["head_dim"], file.own("attention.shared_kv_layers", 0)
+    local = file.own("attention.key_length_swa", own)
+    kv_heads, inner = (
+        one if isinstance(one, list) else [one] * layers
+        for one in (config["num_key_value_heads"], file.own("feed_forward_length"))
+    )
+    full = next((layer for layer in range(layers) if not windows[layer]), 0)
+    factors = file.tensors.get("rope_freqs.weight")
+    turning = 1.0 if factors is None else float((factors.data < TURNS_NOT).mean())
+    per_layer = file.own("embedding_length_per_layer_input", 0)
+    return {
+        "head_dim": local,
+        "global_head_dim": own,
+        "num_key_value_heads": next((heads for heads, own in zip(kv_heads, windows, strict=True) if own), kv_heads[0]),
+        "num_global_key_value_heads": kv_heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": shared,
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "layer_types": ["sliding_attention" if own else "full_attention" for own in windows],
+        "sliding_window": file.own("attention.sliding_window"),
+        "final_logit_softcapping": file.own("final_logit_softcapping"),
+        "hidden_size_per_layer_input": per_layer,
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "enable_moe_block": bool(file.own("expert_count", 0)),
+        "top_k_experts": file.own("expert_used_count"),
+        "rope_theta": None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": file.own("rope.freq_base", 1e6),
+                "partial_rotary_factor": turning,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.own("rope.freq_base_swa", 1e4),
+                "partial_rotary_factor": file.own("rope.dimension_count_swa", local) / local,
+            },
+        },
+    }
 
 
 def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +199,7 @@ def _granite_hybrid(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 FACTS = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
     "granite": _granite,

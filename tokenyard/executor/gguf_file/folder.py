@@ -111,6 +111,8 @@ def _needed(file: GgufFile, key: str) -> Any:
 def _rope(file: GgufFile) -> dict[str, Any]:
     """Return how positions are scaled, as `rope_scaling`."""
     kind = file.own("rope.scaling.type", "none")
+    if file.architecture == "gemma4":  # see its own facts
+        return {}
     if "rope_freqs.weight" in file.tensors:
         return {"rope_scaling": _llama3(file)}
     if kind in ("none", "longrope"):  # of longrope the file holds the factors

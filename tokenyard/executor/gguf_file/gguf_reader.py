@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",

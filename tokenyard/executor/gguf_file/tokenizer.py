@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.gguf_file.gguf_reader import GgufFile
-from tokenyard.executor.gguf_file.spm import CONTROL, USER_DEFINED, spm_tokenizer
+from tokenyard.executor.gguf_file.spm import CONTROL, SPM_KINDS, USER_DEFINED, spm_tokenizer, stated_merges
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _CASED = (
@@ -34,14 +34,14 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     if not tokens:
         return
     kind, name = file.value("tokenizer.ggml.model"), file.value("tokenizer.ggml.pre", "default")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", *SPM_KINDS):
         raise ConfigError(
             f"{file.path}: its tokenizer is of kind {kind!r}, and only byte-level BPE (gpt2) and SentencePiece's BPE"
-            " (llama) can be rebuilt; take the model's Hugging Face folder instead"
+            " (llama, gemma4) can be rebuilt; take the model's Hugging Face folder instead"
         )
-    tokenizer = spm_tokenizer(file, tokens) if kind == "llama" else _byte_level(file, tokens, name)
+    tokenizer = spm_tokenizer(file, tokens) if kind in SPM_KINDS else _byte_level(file, tokens, name)
     config = _config(file, tokens)
-    if file.value("tokenizer.ggml.add_bos_token", kind == "llama" or name == "llama-bpe") and "bos_token" in config:
+    if file.value("tokenizer.ggml.add_bos_token", kind in SPM_KINDS or name == "llama-bpe") and "bos_token" in config:
         mark = config["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{mark} $A", pair=f"{mark} $A {mark} $B", special_tokens=[(mark, tokens.index(mark))]
@@ -51,7 +51,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 
 
 def _byte_level(file: GgufFile, tokens: list[str], name: str) -> Tokenizer:
-    merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges") or []]
+    merges = stated_merges(file)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name == "llama-bpe"))
     tokenizer.pre_tokenizer = _split(file, name)

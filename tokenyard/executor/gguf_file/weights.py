@@ -20,6 +20,9 @@ WHOLE = {
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 IN_LAYER = {
     "input_layernorm": "attn_norm",
@@ -59,6 +62,16 @@ DELTA_NET_IN_LAYER = {
 OWN_IN_LAYER = {
     "gemma2": GEMMA_IN_LAYER,
     "gemma3": GEMMA_IN_LAYER,
+    "gemma4": GEMMA_IN_LAYER
+    | {
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "router.proj": "ffn_gate_inp",
+    },
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "lfm2": {
         "operator_norm": "attn_norm",
@@ -87,6 +100,11 @@ OWN_IN_LAYER = {
 
 WITHOUT_KIND = {
     "self_attn.sinks": "attn_sinks.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "mamba.A_log": "ssm_a",
