@@ -140,11 +140,12 @@ def test_recurrent_states_are_handed_over(tmp_path, settings):
     """The prompt ends inside a page; the second turn finds the first one's checkpoint at the decode engine."""
     judge("qwen3.5").save_pretrained(tmp_path)
     flags = (str(tmp_path), *FLAGS, "--config", settings, "--skip-tokenizer-init", "--max-total-tokens", "800")
+    flags += ("--disaggregation-transfer-backend", "tcp")
     p = Server(*flags, "--disaggregation-mode", "prefill")
     d = Server(*flags, "--disaggregation-mode", "decode", "--prefill-engines", p.url)
     try:
         wait_until(lambda: disagg_state(d).get("connected"))
-        known, answered = prompt_of(57, seed=1), []
+        known, answered = prompt_of(130, seed=1), []
         for turn in range(2):
             answer = generate(d, known, 12)
             answered += range(len(known), len(known) + 12)

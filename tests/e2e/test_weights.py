@@ -393,7 +393,7 @@ DIVIDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", DIVIDED)
+@pytest.mark.parametrize("form", ["tensor-parallel", pytest.param("DP attention", marks=pytest.mark.world)])
 def test_all_ranks_of_a_model_change_their_weights_or_none(models, form):
     (a, b), root = models[0].values(), models[1]
     by_version = {"default": a, "v2": b}

@@ -62,7 +62,7 @@ REFUSED = (
 )
 """What does not go together, and is refused with the reason."""
 UNSUPPORTED = {
-    **dict.fromkeys(STATE_CASES, ("STANDALONE", "prefill engine", "disk")),
+    **dict.fromkeys(STATE_CASES, ("STANDALONE",)),
     **dict.fromkeys(TORCH_CASES, ("lora", "int8", "deterministic")),
     **dict.fromkeys(("gemma4", "gemma4-moe"), ("lora", "prefill engine", "disk", "int8", "deterministic")),
 }

@@ -266,12 +266,13 @@ class DeclaredSettings(SharedSettings):
         "device",
         "most tokens of a step with chunks or drafts that is recorded as a CUDA graph; 0 records decodes alone",
         NumberRange(0, 8192),
-        aliases=("--piecewise-cuda-graph-max-tokens",),
+        file_only=True,
     )
     enable_tp_cuda_graph: bool = setting(
         False,
         "device",
         "with --tp-size on GPUs, record steps as CUDA graphs too, with exchanges by NCCL; off, as it was never run",
+        file_only=True,
     )
     speculative_algorithm: str = setting(
         "none",

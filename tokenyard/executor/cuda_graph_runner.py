@@ -120,7 +120,9 @@ class CudaGraphRunner:
         # From large to small, so that smaller graphs reuse the memory of the largest.
         for done, bucket in enumerate(reversed(self._buckets)):
             logger.info("recording steps: %d tokens, %d rows, %d of %d", *bucket, done + 1, len(self._buckets))
-            self._capture(bucket, self._bucket_work(bucket), record, "lower --cuda-graph-max-tokens")
+            self._capture(
+                bucket, self._bucket_work(bucket), record, "lower cuda_graph_max_tokens"
+            )
         for done, size in enumerate(reversed(self._sizes)):
             logger.info("recording decode steps: batch size %d, %d of %d", size, done + 1, len(self._sizes))
             self._capture(size, self._work(size), record, "lower --cuda-graph-max-bs")
@@ -331,7 +333,7 @@ def why_not(
         "the device is no CUDA device": device.type != "cuda",
         "attention works on the host for every step (--attention-backend triton and flashinfer do not)": not capturable,
         f"experts are counted on the host ({loop})": bool(loop),
-        "ranks of a divided model record steps with --enable-tp-cuda-graph alone, and stages not at all": divided,
+        "ranks of a divided model record steps with enable_tp_cuda_graph alone, and stages not at all": divided,
         "adapters are counted on the host without Triton's kernels": adapters,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
