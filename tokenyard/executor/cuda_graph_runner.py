@@ -120,9 +120,7 @@ class CudaGraphRunner:
         # From large to small, so that smaller graphs reuse the memory of the largest.
         for done, bucket in enumerate(reversed(self._buckets)):
             logger.info("recording steps: %d tokens, %d rows, %d of %d", *bucket, done + 1, len(self._buckets))
-            self._capture(
-                bucket, self._bucket_work(bucket), record, "lower cuda_graph_max_tokens"
-            )
+            self._capture(bucket, self._bucket_work(bucket), record, "lower cuda_graph_max_tokens")
         for done, size in enumerate(reversed(self._sizes)):
             logger.info("recording decode steps: batch size %d, %d of %d", size, done + 1, len(self._sizes))
             self._capture(size, self._work(size), record, "lower --cuda-graph-max-bs")
