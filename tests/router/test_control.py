@@ -193,6 +193,42 @@ def test_levers_go_to_all_workers(path):
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("bodies", "status", "messages"),
+    [
+        (({"error": {"message": "no folder x"}}, {"success": False, "message": "none"}), 400, ["no folder x", "none"]),
+        (({"error": "busy"}, None), 502, ["busy", None]),
+    ],
+)
+def test_a_lever_that_fails_has_the_reason_of_each_worker(bodies, status, messages):
+    def refusing(body):
+        async def on_request(asked, writer):
+            if body is None:
+                return False
+            writer.write(answer(body, 400))
+            return True
+
+        return on_request
+
+    async def main():
+        a, b = (FakeWorker(name, on_request=refusing(body)) for name, body in zip("ab", bodies, strict=True))
+        async with a, b, routing(a, b) as (_, client):
+            got = await client.ask("POST", "/update_weights_from_disk", b"{}")
+            assert (got.status, got.json["success"]) == (status, False)
+            assert [row.get("message") for row in got.json["workers"]] == messages
+
+    run(main())
+
+
+def test_a_lever_without_a_worker_is_an_error():
+    async def main():
+        async with routing() as (_, client):
+            got = await client.ask("POST", "/flush_cache", b"{}")
+            assert (got.status, got.error) == (503, "no_worker")
+
+    run(main())
+
+
 def test_metrics_are_prometheus_text():
     async def main():
         async with FakeWorker() as worker, routing(worker) as (router, client):

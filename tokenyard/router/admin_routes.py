@@ -24,9 +24,10 @@ from tokenyard.router.client_connection import (
     ClientRequest,
 )
 from tokenyard.router.dispatch_driver import Answer, DispatchDriver
-from tokenyard.router.errors import RouterError
+from tokenyard.router.errors import RouterError, refusal
 from tokenyard.router.health import ask
 from tokenyard.router.workers import HttpWorker
+from tokenyard.routing.dispatch import NO_WORKER
 from tokenyard.ui.files import HEADERS, ROUTER_PAGE, read_file
 
 JSON_LINES_TYPE = (b"content-type", b"application/x-ndjson")
@@ -206,24 +207,31 @@ class Control:
         return 200, _describe(worker)
 
     async def _fan_out(self, request: ClientRequest) -> Answer:
-        """Send the request to all healthy workers; 200 if all of them succeed, else 502."""
+        """Send the request to all healthy workers; 200 if all of them succeed, 400 if all of them say that it is wrong,
+        else 502. Raises RouterError if there is no such worker.
+        """
         router = self._router
 
         async def one(worker: HttpWorker) -> dict[str, Any]:
             path, method = request.target.decode("latin-1"), request.method.decode()
             try:
-                status, _ = await ask(
+                status, body = await ask(
                     worker, path, FAN_OUT[request.path], method=method, body=request.body, headers=router.worker_headers
                 )
-            except OSError:
-                return {"worker": worker.name, "status": None}
-            if request.path in EMPTY_CACHE and status < 300:
+            except OSError as error:
+                return {"worker": worker.name, "status": None, "message": str(error) or "no answer came in time"}
+            if status >= 300:
+                return {"worker": worker.name, "status": status, "message": _refusal(body)}
+            if request.path in EMPTY_CACHE:
                 router.workers.flushed(worker)
             return {"worker": worker.name, "status": status}
 
         replies = await asyncio.gather(*(one(worker) for worker in router.workers if worker.healthy))
-        good = all(row["status"] is not None and row["status"] < 300 for row in replies)
-        return 200 if good else 502, {"success": good, "workers": replies}
+        if not replies:
+            raise refusal(NO_WORKER)
+        good = not any("message" in row for row in replies)
+        wrong = all(row["status"] == 400 for row in replies)
+        return 200 if good else 400 if wrong else 502, {"success": good, "workers": replies}
 
 
 class _Task(ClientHandler):
@@ -251,6 +259,20 @@ class _Task(ClientHandler):
     @override
     def resume(self) -> None:
         return
+
+
+def _refusal(body: bytes) -> str:
+    """The reason in the body of an engine's error: Tokenyard's, vLLM's and SGLang's, else how it begins."""
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        found = None
+    if isinstance(found, dict):
+        error = found.get("error")
+        for said in (error.get("message") if isinstance(error, dict) else error, found.get("message")):
+            if isinstance(said, str):
+                return said
+    return body[:200].decode("utf-8", "replace")
 
 
 def _is_page(request: ClientRequest) -> bool:
