@@ -38,7 +38,12 @@ def tp_ranks(server):
 
 
 @pytest.mark.parametrize(
-    ("form", "number", "victim"), [("tp", signal.SIGKILL, 0), ("tp", signal.SIGSTOP, 1), ("pp", signal.SIGKILL, 1)]
+    ("form", "number", "victim"),
+    [
+        pytest.param("tp", signal.SIGKILL, 0, marks=pytest.mark.world),
+        ("tp", signal.SIGSTOP, 1),
+        ("pp", signal.SIGKILL, 1),
+    ],
 )
 def test_a_stream_outlives_the_ranks_of_its_model(form, number, victim):
     server = Server(*FLAGS, f"--{form}-size", "2")
