@@ -1,5 +1,6 @@
 """The check that the image's build runs, here on the CPU of this machine."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,12 @@ def test_what_is_missing_fails(machine, capsys, texts, found, said):
     assert smoke_image.main() == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
     assert said in line
+
+
+def test_the_image_for_cuda_has_a_compiler():
+    """In its last stage, which runs: Triton compiles a launcher at the first use of a GPU."""
+    _, last = (ROOT / "Dockerfile").read_text(encoding="utf-8").rsplit("\nFROM ", 1)
+    assert re.search(r"\*/cpu\) ;; \*\) apt-get update && apt-get install [^;]*\bgcc libc6-dev\b", last)
 
 
 def test_the_image_has_what_it_runs():

@@ -5,7 +5,7 @@ import torch
 
 from tests.executor.meta_device import GPU, Watch
 from tokenyard.base import ConfigError
-from tokenyard.cli.doctor import find_problems
+from tokenyard.cli.doctor import find_problems, triton_kernels
 from tokenyard.config import Settings
 from tokenyard.executor import cuda_devices
 from tokenyard.executor.attention.triton import available
@@ -83,6 +83,7 @@ def test_without_a_compiler_triton_says_what_to_install(triton_installed, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert "apt install gcc" in available.why_not(torch.device("cuda:0"), 64)
+    assert "apt install gcc" in triton_kernels()
 
 
 def test_a_compiler_that_fails_is_quoted(triton_installed, monkeypatch, tmp_path):

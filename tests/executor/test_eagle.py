@@ -13,6 +13,7 @@ from tokenyard.base import ConfigError, LogprobOptions, SamplingParams
 from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.model_loader import load_executor, memory_need
 from tokenyard.executor.models.eagle_head import eagle_head_config
+from tokenyard.executor.warm_up import CHUNKS, warm_up
 
 HIDDEN = SMALL["hidden_size"]
 OWN_WORDS = {"draft_vocab_size": 70}
@@ -99,6 +100,28 @@ def test_greedy_answers_are_those_of_transformers(head, folder, case, depth):
     counters = check_greedy_answers(yard, model, 6, depth)
     assert counters.draft_tokens
     assert yard.scheduler.idle() is None
+
+
+@pytest.mark.parametrize("case", ["eagle", "eagle3"])
+def test_the_warm_up_runs_a_head_over_runs_of_all_kinds(head, folder, case):
+    model = CASES[case][0]
+    executor = load(folder(model), head(case)[0], algorithm_of(case))
+    drafter, lengths = executor.drafter, []
+    layers = drafter.model.layers
+
+    def noted(batch):
+        lengths.append(len(batch.token_ids))
+        return layers(batch)
+
+    drafter.model.layers = noted
+    warm_up(executor)
+    assert tuple(lengths[: len(CHUNKS)]) == CHUNKS
+    assert drafter.pool.tensor[:, :, :4].any()
+    assert not drafter.pool.tensor[:, :, 4:].any()
+    yard, prompt = yard_of(executor), prompt_of(21, seed=3)
+    number = yard.submit(prompt, max_new=6)
+    yard.run(1)
+    assert yard.tokens[number] == greedy(model, prompt, 6)
 
 
 def test_sampled_answers_are_those_without_drafts(head, folder):

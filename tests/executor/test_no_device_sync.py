@@ -1,20 +1,31 @@
 """On a GPU a step only queues work: nothing in it waits for the device, and nothing mixes devices."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.executor.crowded_yard import yard_of
 from tests.executor.lora_maker import save_adapter
-from tests.executor.meta_device import GPU, UPLOADS, Waited, Watch, pretend_driver
+from tests.executor.meta_device import GPU, UPLOADS, Waited, Watch, Weights, pretend_driver
 from tests.executor.test_cuda_graphs import TableAttention
 from tests.executor.tiny_models import prompt_of
-from tokenyard.base import LogprobOptions, SamplingParams
+from tokenyard.base import DRAFT, LogprobOptions, SamplingParams, WindowGroup
+from tokenyard.executor.attention.hybrid import HybridAttention
+from tokenyard.executor.attention.reference import GatherAttention
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
 from tokenyard.executor.cuda_streams import to_device
+from tokenyard.executor.draft_model import ModelDrafter
+from tokenyard.executor.forward_batch import PageTable
+from tokenyard.executor.head_drafter import HeadDrafter
+from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.lora_manager import LoraManager, TorchLoraPool
+from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.models.eagle_head import EagleHead
+from tokenyard.executor.models.model_backend import TorchModel
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
 from tokenyard.executor.sampling.top_k_top_p import likeliest
 
@@ -189,6 +200,70 @@ def test_adapters_are_not_waited_for(folder, monkeypatch, tmp_path):
         rows = [driver.start(prompt_of(70, seed=slot), adapter=(f"a{slot}" if slot else "", slot)) for slot in range(3)]
         driver.launch(*[(row, None) for row in rows])
         driver.launch(*[(row, 1) for row in rows])
+
+
+def drafter_of(executor, config, kind):
+    """A drafter on the pretended device: the model itself, or a head of one layer."""
+    info, pages = executor.info, executor.pages
+    if kind == "head":
+        config = replace(config, num_layers=1, windows=(0,), has_embedding=False, has_lm_head=False)
+    pool = KvPool(config, info.num_pages, info.page_size, GPU, torch.bfloat16)
+    layers = Decoder(config, Weights(), GPU, config.context_length)
+    model = TorchModel(layers, GatherAttention(pool, pages, layers.attention_spec))
+    if kind == "model":
+        return ModelDrafter(3, model, pool, pages, executor.sampler.guess)
+    head = EagleHead(executor.model.decoder, layers, Weights(), bias=False)
+    return HeadDrafter(3, head, model, pool, pages, executor.sampler.guess)
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_drafts_are_waited_for_once_a_step(folder, monkeypatch, kind):
+    """For all drafts of all rows together, as they come to the host."""
+    config = read_folder_config(Path(folder("llama")))
+    driver = pretend_driver(monkeypatch, config, 4)
+    with torch.inference_mode():
+        drafter = driver.executor.drafter = drafter_of(driver.executor, config, kind)
+    rows = [driver.start(prompt_of(9, seed=seed)) for seed in range(2)]
+    with Watch():
+        driver.step(*[(row, None) for row in rows])
+    for row in drafter.rows.values():
+        # The host waits once a row for what the draft model has already seen of it.
+        row.seen = 0
+    plan = driver.plan([(row, 1) for row in rows])
+    plan.counts, plan.samples = np.array([[4, 3], [4, 3]], np.int32)
+    plan.decode_rows, plan.verify_rows = 0, 2
+    plan.tokens = np.array([0, DRAFT, DRAFT, DRAFT, 0, DRAFT, DRAFT], np.int32)
+    with Watch(), torch.inference_mode(), pytest.raises(Waited, match=r"blocking copy of \(2, 3\) from meta to cpu"):
+        drafter.fill_in(plan)
+
+
+@CASES
+def test_vectors_of_prompts_are_not_waited_for(driver):
+    rows = [driver.start(prompt_of(20, seed=seed)) for seed in range(2)]
+    with Watch():
+        for counts in ((12, 20), (8,)):
+            plan = driver.plan(list(zip(rows, counts, strict=False)))
+            for start, pooling in zip(plan.row_starts, ("mean", "last"), strict=False):
+                start.pooling = pooling
+            ticket = driver.executor.launch(plan)
+            assert len(ticket.vectors) == 1
+
+
+def test_layers_with_a_window_are_not_waited_for(folder, monkeypatch):
+    """In a pool of their own, whose pages rows take and release as they go."""
+    config = read_folder_config(Path(folder("gemma2")))
+    driver = pretend_driver(monkeypatch, config, 4)
+    executor, group = driver.executor, WindowGroup(max(config.windows), 40)
+    executor.kv_pool = KvPool(config, executor.info.num_pages, 4, GPU, torch.bfloat16, group)
+    executor.pages = PageTable(executor.info.max_pool_rows, config.context_length, 4, GPU, windows=True)
+    spec = executor.model.attention_spec
+    executor.model.attention = HybridAttention(GatherAttention, executor.kv_pool, executor.pages, spec)
+    executor.info = replace(executor.info, windows=group, eos_token_ids=())
+    yard = yard_of(executor)
+    number = yard.submit(prompt_of(30, seed=1), max_new=2)
+    with Watch():
+        yard.run()
+    assert len(yard.tokens[number]) == 2
 
 
 @CASES

@@ -21,6 +21,7 @@ from tokenyard.executor.distributed import process_watch
 from tokenyard.executor.distributed.distributed_loader import load_executor as load_divided
 from tokenyard.executor.distributed.pipeline import PipelineStage
 from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.warm_up import warm_up
 
 TOKENS = 8
 
@@ -147,6 +148,8 @@ def stages():
     """The demo model in two stages, each a process."""
     torch.set_num_threads(1)
     executor = load_divided(str(DEMO_MODEL), pp_size=2, share_kv=True, **OPTIONS, **SERVED)
+    # As on devices, where kernels compile in it.
+    warm_up(executor, executor.collect)
     yield executor
     executor.close()
 

@@ -3,13 +3,15 @@
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tokenyard.base import DeviceLostError
-from tokenyard.executor.distributed import process_group
+from tokenyard.executor.distributed import process_group, rank0, rank_process
 from tokenyard.executor.distributed.process_group import Rendezvous, TorchProcessGroup
 from tokenyard.executor.distributed.step_barrier import Participant, StepBarrier
 
@@ -80,6 +82,29 @@ def test_stages_are_connected_before_the_store_is_removed(tmp_path, monkeypatch,
             groups[0].send(torch.zeros(2), 1)
     for group in groups:
         group.close()
+
+
+@pytest.mark.parametrize("form", ["tensor", "pipeline"])
+def test_ranks_that_are_stages_connect_to_their_neighbours(monkeypatch, form):
+    """At rank 0 and at the others alike, as both ends of a connection make it."""
+
+    class Found(Exception):
+        """How a rank makes its group."""
+
+    def make(failed, *, pipeline):
+        raise Found(pipeline)
+
+    setup = SimpleNamespace(form=form, places=2, place=1)
+    for module in (rank0, rank_process):
+        monkeypatch.setattr(module, "TorchProcessGroup", make)
+    for name in ("SharedMemory", "RingReader", "RankSocket"):
+        monkeypatch.setattr(rank_process, name, lambda *given: None)
+    monkeypatch.setattr(rank_process.socket, "socket", lambda fileno: None)
+    wire = SimpleNamespace(receive=lambda kind: setup)
+    for begin in (partial(rank0.ModelRanks, "model", 2, {}, form), partial(rank_process.RankProcess, wire, 0, 0, 0)):
+        with pytest.raises(Found) as found:
+            begin()
+        assert found.value.args == (form == "pipeline",)
 
 
 def test_an_idle_batch_that_fails_ends_the_group():

@@ -25,6 +25,7 @@ from tokenyard.executor.distributed.distributed_loader import load_executor as l
 from tokenyard.executor.distributed.tensor_parallel import kv_heads
 from tokenyard.executor.layer_loader import read_folder_config
 from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.warm_up import warm_up
 from tokenyard.scheduler.row_state import Gate
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1}
@@ -207,6 +208,8 @@ def processes():
     """The demo model over two processes."""
     torch.set_num_threads(1)
     executor = load_divided(str(DEMO_MODEL), tp_size=2, share_kv=True, **OPTIONS, **SERVED)
+    # As on devices, where kernels compile in it.
+    warm_up(executor, executor.collect)
     yield executor
     executor.close()
 

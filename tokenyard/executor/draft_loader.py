@@ -39,7 +39,6 @@ from tokenyard.executor.models.eagle_head import (
 from tokenyard.executor.models.model_backend import ModelBackend, TorchModel
 from tokenyard.executor.models.stacked_params import checkpoint_weights
 from tokenyard.executor.native.model import NativeDecoder
-from tokenyard.executor.warm_up import CHUNKS
 from tokenyard.executor.weights import DummyWeights, Weights, read_json
 
 EAGLE_HEADS = ("EAGLE", "EAGLE3")
@@ -148,10 +147,7 @@ def make_drafter(
             assert isinstance(model, TorchModel)
             inputs = _combined(drafts.head, target) if isinstance(drafts.head, Eagle3Head) else None
             return HeadDrafter(given.draft_tokens, drafts.head, model, pool, pages, choose, inputs)
-        made = ModelDrafter(given.draft_tokens, model, pool, pages, choose)
-        if device.type == "cuda":
-            made.warm_up(CHUNKS)
-        return made
+        return ModelDrafter(given.draft_tokens, model, pool, pages, choose)
 
     return make
 

@@ -119,13 +119,15 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def warm_up(self, lengths: Sequence[int]) -> None:
-        """Compile what the draft model needs, by runs of these lengths on page 0, which no request owns. Before the
-        first row.
-        """
+        """Compile what the draft model needs; see Drafter."""
         row, first = np.zeros(1, np.int32), np.zeros(1, np.int64)
         for length in lengths:
             if length <= self._pages.tensor.shape[1] * self._pages.page_size:
-                self._choose(self._compute(row, first, [[0] * length]), row, first)
+                self._choose(self._logits_of_zeros(row, first, length), row, first)
+
+    def _logits_of_zeros(self, row: Int32Array, first: Int64Array, length: int) -> torch.Tensor:
+        """Logits behind a run of `length` tokens of id 0."""
+        return self._compute(row, first, [[0] * length])
 
     def take(self, plan: StepPlan) -> None:
         """Register the rows that start with a plan. The plan's page writes must be applied."""

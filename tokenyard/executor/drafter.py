@@ -6,7 +6,7 @@ followed an earlier occurrence of the row's latest tokens are likely to follow a
 (OpenAI's `prediction`) is searched as well. Where a grammar forces tokens, these are the drafts.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +43,9 @@ Row = TypeVar("Row", bound=DraftingRow)
 
 class Drafter(Protocol):
     """Proposes drafts and observes which are accepted."""
+
+    def warm_up(self, lengths: Sequence[int]) -> None:
+        """Compile what drafts need, by runs of these lengths on page 0, which no request owns. Before the first row."""
 
     def take(self, plan: StepPlan) -> None:
         """Take over the rows that start with a plan, whose page writes are applied."""
@@ -158,6 +161,9 @@ class NgramDrafter:
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
         self._rows: dict[int, _Row] = {}
+
+    def warm_up(self, lengths: Sequence[int]) -> None:
+        """Do nothing: nothing is compiled."""
 
     def take(self, plan: StepPlan) -> None:
         """Register the rows that start with a plan."""

@@ -48,6 +48,10 @@ class HeadDrafter(ModelDrafter):
         self._inputs = inputs
         self._held: dict[int, tuple[int, torch.Tensor]] = {}
 
+    def _logits_of_zeros(self, row: Int32Array, first: Int64Array, length: int) -> torch.Tensor:
+        found = self._head.layers.hidden_states(length).zero_()
+        return self._advance(row, first, [[0] * length], found, np.array([length - 1], np.int64))[1]
+
     def take(self, plan: StepPlan) -> None:
         """Register the rows that start with a plan."""
         super().take(plan)
@@ -96,9 +100,10 @@ class HeadDrafter(ModelDrafter):
             drafts[index, upload((places,), self._device)[0]] = self._choose(
                 logits, pool_rows[places], starts[places] + index + 1
             )
-            left = counts[places] > index + 1
-            hidden, places = hidden[torch.from_numpy(left).to(self._device)], places[left]
+            left = np.flatnonzero(counts[places] > index + 1)
+            places = places[left]
             if len(places):
+                hidden = hidden[upload((left,), self._device)[0]]
                 inputs = drafts[index, upload((places,), self._device)[0]]
                 columns = upload((starts[places] + index, pool_rows[places]), self._device)
                 batch = self._batch(

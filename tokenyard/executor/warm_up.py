@@ -7,14 +7,14 @@ request owns, and a row that starts later takes over everything that is kept by 
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import numpy as np
 
 from tokenyard.base import NO_TOKENS, Int32Array, RowStart, SamplingParams, StepPlan
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
-from tokenyard.executor.runner import ModelExecutor
+from tokenyard.executor.runner import ModelExecutor, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,20 @@ ones."""
 SAMPLING = SamplingParams(temperature=1.0, top_k=2, top_p=0.9, seed=0)
 
 
-def warm_up(executor: ModelExecutor) -> None:
-    """Run a step of each kind on an executor that has no requests yet, and wait for it."""
+def wait(ticket: Ticket) -> None:
+    """Wait for a step without collecting it: its time and its drafts must not count."""
+    ticket.clock.wait()
+
+
+def warm_up(executor: ModelExecutor, finish: Callable[[Ticket], object] = wait) -> None:
+    """Run a step of each kind on an executor that has no requests yet, and finish it; drafters do the same."""
     begin_s, model = time.perf_counter(), executor.model
+    if executor.drafter is not None:
+        executor.drafter.warm_up(CHUNKS)
     # Captured steps were warm before their capture; these are those that are too large for one.
     with model.eager_buckets() if isinstance(model, CudaGraphRunner) else nullcontext():
         for plan in plans(executor.info.context_length):
-            # Not collected: times and drafts of these steps must not count.
-            executor.launch(plan).clock.wait()
+            finish(executor.launch(plan))
     logger.info("compiled kernels of all kinds of steps in %.1f s", time.perf_counter() - begin_s)
 
 

@@ -11,6 +11,7 @@ from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig
 from tokenyard.executor.distributed.tensor_parallel import TensorParallelShard
 from tokenyard.executor.model_loader import load_executor as load_part
 from tokenyard.executor.runner import ModelExecutor
+from tokenyard.executor.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,9 @@ def load_executor(
             executor = load_part(model_path, **options, part=stage, make=pipeline)
         ranks.connect(torch.device(executor.info.device))
         executor.capture()
+        if executor.info.device != "cpu":
+            # The last stage of a pipeline computes a step when it is collected.
+            warm_up(executor, executor.collect)
     except BaseException:
         ranks.close()
         raise

@@ -30,6 +30,7 @@ from tokenyard.executor.layers.parallel import DpTokenRange
 from tokenyard.executor.model_loader import load_executor as load_part
 from tokenyard.executor.models.model_backend import TorchModel
 from tokenyard.executor.runner import ModelExecutor, Ticket
+from tokenyard.executor.warm_up import warm_up
 
 RENDEZVOUS_TIMEOUT_S = 1800.0
 RETRY_S = 0.1
@@ -246,6 +247,8 @@ def load_executor(model_path: str, *, meeting: str, rank: int, ranks: int, **opt
         executor = load_part(model_path, **options, rank=rank, ranks=ranks, part=part, make=make)
         assert isinstance(executor, DpAttentionExecutor)
         group.connect(torch.device(executor.info.device), executor.idle)
+        if executor.info.device != "cpu":
+            warm_up(executor)
     except BaseException:
         group.close()
         raise
