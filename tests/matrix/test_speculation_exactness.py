@@ -69,7 +69,7 @@ def test_greedy_answers_are_those_of_transformers(folder, case, model_impl, dept
     numbers = [yard.submit(prompt, max_new=TOKENS) for prompt in prompts]
     yard.run(depth)
     for number, prompt in zip(numbers, prompts, strict=True):
-        assert yard.tokens[number] == greedy(case, prompt, TOKENS)
+        assert yard.tokens[number] == greedy(case, prompt, TOKENS, yard.tokens[number])
     counters = yard.scheduler.snapshot(0).counters
     assert counters.accepted_draft_tokens > 0
     assert counters.draft_tokens > counters.accepted_draft_tokens
