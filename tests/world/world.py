@@ -51,6 +51,7 @@ SETTLE_S = 240.0
 """Virtual seconds after the last fault in which everything must end."""
 
 BROKEN_DEVICE, SLOW_STEP_S = "the device of a world breaks", 0.2
+COUNTED_AGAIN_S = 10.0
 HEARD_S = 5.0
 """In which a router hears of what an engine has cached."""
 
@@ -492,12 +493,24 @@ class World:
         first = {host.name: self._processes_of(host) for host in (*self.engines, *self.routers)}
         for hour in range(1, int(self.story.hours) + 1):
             await asyncio.sleep(begin + 3600 * hour - self.loop.time())
-            for host in (*self.engines, *self.routers):
-                processes = self._processes_of(host)
-                if processes == first[host.name]:
-                    roots = [task for task, process in self.loop.tasks.items() if process in processes]
-                    self.tables.setdefault(host.name, []).append(census([*roots, *host.tables()]))
-            self.tables.setdefault("all processes", []).append(shared_tables())
+            counts = [self._census(first)]
+            for _ in range(2):
+                await asyncio.sleep(COUNTED_AGAIN_S)
+                counts.append(self._census(first))
+            for name in counts[-1]:  # the least of three: requests that are open at the time do not count
+                tables = functools.reduce(Counter.__and__, (count[name] for count in counts))
+                self.tables.setdefault(name, []).append(tables)
+
+    def _census(self, first: dict[str, set[Process]]) -> dict[str, Counter[str]]:
+        """What hosts hold whose processes are still the first ones, and what modules hold."""
+        found = {"all processes": shared_tables()}
+        for host in (*self.engines, *self.routers):
+            processes = self._processes_of(host)
+            if processes == first[host.name]:
+                roots = [task for task, process in self.loop.tasks.items() if process in processes]
+                found[host.name], beyond = census([*roots, *host.tables()])
+                self.wrong += [f"{host.name}: {line}" for line in beyond]
+        return found
 
     @staticmethod
     def _processes_of(host: Any) -> set[Process]:
@@ -506,7 +519,7 @@ class World:
     def _grown(self) -> list[str]:
         """Tables of processes that live since the beginning that have grown between the first hour and the last."""
         self.tables = {name: hours for name, hours in self.tables.items() if len(hours) == int(self.story.hours)}
-        return [f"{name}: {line}" for name, hours in self.tables.items() for line in growth(hours[0], hours[-1])]
+        return [f"{name}: {line}" for name, hours in self.tables.items() for line in growth(hours)]
 
     async def _ready(self) -> None:
         async with asyncio.timeout(60):

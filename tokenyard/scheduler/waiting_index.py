@@ -35,10 +35,11 @@ class Branch:
     buckets: rows that belong here, by their next page (NO_PAGE: nothing left to match).
     weight: number of rows here and below.
     heap: (-weight, birth, child) for each child, and stale entries, which are no longer their child's `entry`.
+    most: the length of `heap` beyond which stale entries are dropped.
     usable: how many of the node's tokens, from the root on, are usable.
     """
 
-    __slots__ = ("_fresh_length", "birth", "buckets", "entry", "heap", "node", "own", "usable", "weight")
+    __slots__ = ("birth", "buckets", "entry", "heap", "most", "node", "own", "usable", "weight")
 
     def __init__(self, node: Any, birth: int, usable: int = 0) -> None:
         self.node = node
@@ -49,7 +50,7 @@ class Branch:
         self.weight = 0
         self.heap: list[tuple[int, int, Branch]] = []
         self.entry: tuple[int, int, Branch] | None = None
-        self._fresh_length = 0
+        self.most = _MIN_STALE
 
     def heaviest_first(self) -> "Iterator[Branch]":
         """Children by descending weight, ties by age. Lazy: O(log n) per child when there are many."""
@@ -80,10 +81,10 @@ class Branch:
         """Update the heap entry of a child after a change of its weight."""
         child.entry = (-child.weight, child.birth, child)
         heapq.heappush(self.heap, child.entry)
-        if len(self.heap) > 2 * self._fresh_length + _MIN_STALE:
+        if len(self.heap) > self.most:
             self.heap = [entry for entry in self.heap if entry[2].entry is entry]
             heapq.heapify(self.heap)
-            self._fresh_length = len(self.heap)
+            self.most = 2 * len(self.heap) + _MIN_STALE
 
 
 class WaitingIndex:
