@@ -185,11 +185,11 @@ class World:
 
         reader.inbox.append((now + READ_NS, end))
 
-    def ask(self, tokens: list[int], max_new: int = 12) -> int:
-        """A client's request at `d`, whose prompt is to be computed by `p`."""
+    def ask(self, tokens: list[int], max_new: int = 12, key: str = "") -> int:
+        """A client's request at `d`, whose prompt is to be computed by `p`. key: that of the prompt, if not its own."""
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0)
         number = self.d.yard.submit(tokens, sampling=sampling, awaits_kv=True)
-        want = Want(f"{self.d.boot_id}-{number}", pack_ids(np.array(tokens, np.int32)), sampling)
+        want = Want(key or f"{self.d.boot_id}-{number}", pack_ids(np.array(tokens, np.int32)), sampling)
         self.d.decode_peer.want(want, [number], "p", self.now, PATIENCE_NS)
         return number
 

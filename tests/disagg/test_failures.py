@@ -270,6 +270,16 @@ def test_an_offer_that_makes_no_sense_is_refused():
     world.settle()
 
 
+def test_a_room_that_is_named_twice_gets_its_prompt_once():
+    world = World()
+    prompts = [prompt(seed=seed) for seed in (1, 2)]
+    numbers = [world.ask(one, key="room 7") for one in prompts]
+    world.run(lambda: all(number in world.d.yard.finished for number in numbers))
+    assert [world.d.yard.tokens[number] for number in numbers] == [answer_of(one) for one in prompts]
+    assert world.d.decode_peer.counters == {"transferred": 1, "failed: open already": 1}
+    world.settle()
+
+
 @pytest.mark.parametrize("states", [None, STATES])
 def test_many_requests_some_of_which_break_lose_nothing(states):
     rng = random.Random(7)

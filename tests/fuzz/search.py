@@ -140,7 +140,9 @@ def defect_of(target: Target, data: bytes) -> str:
         target.run(data)
     except target.refusals:
         return ""
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
         frame = error.__traceback__
         where = "?"
         while frame is not None:

@@ -7,6 +7,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +17,7 @@ from unittest import mock
 import gguf
 import msgspec
 import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.contract.test_stores import DIGESTS, FORM, content
 from tests.engine.text_helpers import DEMO_TOKENIZER
@@ -26,6 +28,8 @@ from tokenyard.base.plan_bytes import decode_plan
 from tokenyard.disagg import handshake
 from tokenyard.disagg.protocol import messages
 from tokenyard.engine.frontend import paused_requests, weight_files
+from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
+from tokenyard.engine.text.tokenizer_files import load_tokenizer
 from tokenyard.executor import memory_fit
 from tokenyard.executor.gguf_file.folder import write_folder
 from tokenyard.executor.gguf_file.gguf_reader import GgufFile
@@ -478,6 +482,76 @@ def read_gguf(path: Path) -> None:
     write_folder(GgufFile(path), folder())
 
 
+def tokenizers() -> list[bytes]:
+    """Small tokenizers of three kinds."""
+    vocab = {"<s>": 0, "a": 1, "b": 2, "ab": 3, "Ġ": 4}
+    pieces = [(text, -float(number)) for text, number in vocab.items()]
+    bpe = Tokenizer(models.BPE(vocab, [("a", "b")], unk_token="<s>"))
+    bpe.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    bpe.enable_truncation(4)
+    unigram = Tokenizer(models.Unigram(pieces, 0))
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words = Tokenizer(models.WordPiece(vocab, unk_token="<s>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("a+|b"), "isolated")
+    words.decoder = decoders.WordPiece()
+    words.enable_padding()
+    for one in (bpe, unigram, words):
+        one.add_special_tokens(["<s>"])
+    return [one.to_str().encode() for one in (bpe, unigram, words)]
+
+
+def tokenizer_folder(data: bytes, config: bytes) -> Path:
+    """A folder with a tokenizer and its config."""
+    (folder() / "tokenizer.json").write_bytes(data)
+    (folder() / "tokenizer_config.json").write_bytes(config)
+    return folder()
+
+
+def read_tokenizer(data: bytes) -> None:
+    """What is loaded encodes and decodes, or the library says why not: it does so in exceptions of no class."""
+    tokenizer = load_tokenizer(str(tokenizer_folder(data, b"{}")))
+    with suppress(Exception):
+        tokenizer.decode(tokenizer.encode("<s> aab ba\n").ids)
+
+
+@cache
+def small_tokenizer() -> bytes:
+    return tokenizers()[0]
+
+
+def tokenizer_configs() -> list[bytes]:
+    token = {"content": "[a]", "lstrip": False, "normalized": False, "rstrip": False, "single_word": True}
+    template = "{% for m in messages %}<s>{{ m.role }}{{ m['content'] | trim }}{% endfor %}{{ bos_token }}"
+    plain = {"add_bos_token": True, "add_eos_token": False, "bos_token": "<s>", "eos_token": token}
+    added = {"added_tokens_decoder": {"0": token | {"content": "<s>", "special": True}, "5": token}}
+    named = [{"name": "default", "template": template}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
+    return as_json(
+        plain | added | {"chat_template": template, "additional_special_tokens": ["ab", token]},
+        plain | {"chat_template": named, "response_template": {"defaults": {"role": "assistant"}}},
+    )
+
+
+def read_tokenizer_config(data: bytes) -> None:
+    kept = tokenizer_folder(small_tokenizer(), data)
+    tokenizer = load_tokenizer(str(kept))
+    template = load_chat_template(kept)
+    tokenizer.encode(template.render(MESSAGES) if "default" in template.sources else "ab")
+
+
+MESSAGES: list[dict[str, Any]] = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"text": "b"}]}]
+TEMPLATES = [
+    b"{% for m in messages %}<s>{{ m.role }}{{ m['content'] | trim }}{% endfor %}{{ bos_token }}",
+    b"{%- if messages[0].content is not none -%}{{ messages | tojson(indent=2) }}{% generation %}{% endgeneration %}"
+    b"{%- endif %}{{ raise_exception('no ' + tools) }}",
+    b"{% macro f(x, y=1) %}{{ x * y }}{% endmacro %}{% set ns = namespace(n=0) %}{% set ns.n = 1 %}{{ f('a', 3) }}",
+]
+
+
+def read_template(data: bytes) -> None:
+    ChatTemplate({"default": data.decode("latin-1")}, {"bos_token": "<s>"}).render(MESSAGES, max_chars=100_000)
+
+
 def configs() -> list[bytes]:
     plain = {
         "architectures": ["LlamaForCausalLM"],
@@ -551,5 +625,8 @@ TARGETS: dict[str, Target] = {
     "config": Target(read_config, configs, (TokenyardError, ValueError, RecursionError)),
     "grammar": Target(read_grammar, lambda: GRAMMARS, (TokenyardError,), (b"%json {", b"/[^a]*/", b"start: ", b" | ")),
     "gguf": Target(in_file(read_gguf, "model.gguf"), gguf_files, (TokenyardError,)),
+    "tokenizer": Target(read_tokenizer, tokenizers, (TokenyardError,), (b'"type":', b'"id":', b'"vocab":')),
+    "tokenizer-config": Target(read_tokenizer_config, tokenizer_configs, (TokenyardError,)),
+    "template": Target(read_template, lambda: TEMPLATES, (TokenyardError,), (b"{% ", b" %}", b"{{ ", b" ** ", b" * 9")),
     "trace": Target(in_file(read_traces, "trace"), traces, (TokenyardError,)),
 }

@@ -29,6 +29,13 @@ FOUND = [
     ("config", CONFIG + b'"num_key_value_heads":1e999}'),
     ("grammar", b": %json {t} // "),
     ("gguf", gguf_files()[0].replace(b"attention.head_count\4\0\0\0\2", b"attention.head_count\4\0\0\0\0")),
+    ("tokenizer-config", b'{"added_tokens_decoder":{"' + b"1" * 5000 + b'":{"content":"x"}}}'),
+    ("tokenizer-config", b'{"added_tokens_decoder":{"5":{"content":"[a]","special":7}}}'),
+    ("tokenizer-config", b'{"added_tokens_decoder":{"5":"special"}}'),
+    ("tokenizer-config", b'{"bos_token":"\\ud800","add_bos_token":true}'),
+    ("template", b"{{" + b"[" * 4000),
+    ("template", b"{%macro f(x,x)%}{%endmacro%}"),
+    ("template", b"{{" + b"1" * 5000 + b"}}"),
     ("trace", b'{"resourceSpans":7}'),
     ("trace", b'{"resourceSpans":"x"}'),
 ]
@@ -44,7 +51,7 @@ def test_what_was_found_is_refused(target, data):
 def test_a_short_search_finds_nothing(name):
     search = Search(TARGETS[name], random.Random(1))
     search.begin()
-    for _ in range(60 if name in ("tape", "slab", "gguf", "grammar") else 1000):
+    for _ in range(60 if name in ("tape", "slab", "gguf", "grammar", "template") else 1000):
         search.step()
     assert search.found == {}
 

@@ -154,7 +154,12 @@ class DecodePeer:
 
         The requests `numbers` wait (`Request.awaits_kv`) until `KvAvailable` reports the result, at the latest after
         `timeout_ns`. takes_token: whether the request uses the first token.
+        A prompt is sent once: where its key is open already, as that of a room that is named twice, they compute it.
         """
+        if want.key in self.prefills:
+            self.counters["failed: open already"] += 1
+            self._actions += [KvAvailable(number, 0) for number in numbers]
+            return
         known = self._peers.setdefault(peer, Peer(peer))
         job = RemotePrefill(want, list(numbers), known, "unsent", now + timeout_ns, takes_token)
         known.open_keys += 1

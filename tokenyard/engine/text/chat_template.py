@@ -104,6 +104,8 @@ class ChatTemplate:
                 self._wants[name] = template_features(environment, source)
             except jinja2.TemplateSyntaxError as error:
                 raise ConfigError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+            except (RecursionError, SyntaxError, ValueError) as error:  # of the Python that Jinja makes of it
+                raise ConfigError(f"chat template {name!r} cannot be compiled: {error}") from error
 
     def __bool__(self) -> bool:
         return bool(self._templates)

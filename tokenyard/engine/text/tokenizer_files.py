@@ -11,13 +11,16 @@ from tokenyard.engine.text.model_files import read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+MAX_DIGITS = 10
 
 
 def token_text(value: Any) -> str:
-    """A special token, which is written as a string or as an object with its `content`; "" for anything else."""
+    """A special token, which is written as a string or as an object with its `content`; "" for anything else, such as
+    half a character.
+    """
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) and value == value.encode(errors="ignore").decode() else ""
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -56,12 +59,17 @@ def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     Tokens that are not in the vocabulary are ignored, as no model knows them.
     """
     listed = config.get("added_tokens_decoder")
-    entries = {int(key): entry for key, entry in listed.items() if key.isdecimal()} if isinstance(listed, dict) else {}
+    entries = {
+        int(key): entry
+        for key, entry in (listed.items() if isinstance(listed, dict) else ())
+        if key.isdecimal() and len(key) < MAX_DIGITS and isinstance(entry, dict)
+    }
     for number in sorted(entries):
         entry, text = entries[number], token_text(entries[number])
         known = tokenizer.token_to_id(text)
         if text and (known == number or (known is None and number == tokenizer.get_vocab_size())):
-            tokenizer.add_tokens([AddedToken(text, **{flag: entry[flag] for flag in FLAGS if flag in entry})])
+            flags = {flag: entry[flag] for flag in FLAGS if isinstance(entry.get(flag), bool)}
+            tokenizer.add_tokens([AddedToken(text, **flags)])
     more = config.get("additional_special_tokens")
     values = [config.get(name) for name in NAMED_TOKENS] + (more if isinstance(more, list) else [])
     declared = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
