@@ -164,6 +164,7 @@ struct Chunk {
     int queries;
     int64_t position;
     int kv_head;
+    bool scaled;  // keys and values are bytes, whose scales lie behind them
     void *space;  // chunk_space bytes
 };
 
@@ -255,7 +256,7 @@ struct TypedKernels {
     void (*mix)(const Mixing &job, int64_t first, int64_t last);
     // Join `count` parts of a row into the output of some of its heads; `stride` floats lie between two partials.
     void (*join_parts)(const Attending &job, const Part &part, int64_t count, int64_t stride, int head_begin, int head_end);
-    int64_t (*packed_block)(int head_dim);  // bytes of a block of keys, or of values
+    int64_t (*packed_block)(int head_dim);  // bytes of a block of keys, or of values, with their scales
     KvKernels kv[TY_KV_FORMATS];
     int64_t (*chunk_space)(int head_dim, int rows);
     void (*attend_chunk)(const Attending &job, const Chunk &chunk);

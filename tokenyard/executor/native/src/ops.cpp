@@ -212,7 +212,13 @@ void Drawer::run(const Drawing &job, const std::vector<Draw> &draws, int64_t *to
 }
 
 Attention::Attention(Pool &pool, const TypedKernels &kernels, int kv_format, int heads, int kv_heads, int head_dim)
-    : pool_(pool), kernels_(kernels), kv_(kernels.kv[kv_format]), heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim) {}
+    : pool_(pool),
+      kernels_(kernels),
+      kv_(kernels.kv[kv_format]),
+      heads_(heads),
+      kv_heads_(kv_heads),
+      head_dim_(head_dim),
+      scaled_(kv_format != TY_KV_STORED) {}
 
 // A row of a few parts' queries reads its keys once for each of them, which is less than to pack them all.
 bool Attention::is_chunk(int64_t queries) const { return queries * (heads_ / kv_heads_) > MOST_PARTS * PART_QUERIES; }
@@ -341,7 +347,7 @@ void Attention::plan_chunks(Tasks &tasks, const Rows &rows, const std::vector<co
                 tasks.packs.push_back({{slots[(size_t)r], first, begin, end, keys, values}, h, b});
             for (int64_t q = 0; q < rows.counts[r]; q += most_queries) {
                 const int queries = (int)least(most_queries, rows.counts[r] - q);
-                tasks.chunks.push_back({keys, values, first, token + q, queries, start + q, h, nullptr});
+                tasks.chunks.push_back({keys, values, first, token + q, queries, start + q, h, scaled_, nullptr});
             }
         }
     }

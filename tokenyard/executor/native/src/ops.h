@@ -163,6 +163,7 @@ class Attention {
     const TypedKernels &kernels_;
     const KvKernels &kv_;
     const int heads_, kv_heads_, head_dim_;
+    const bool scaled_;  // numbers of the pool are bytes with scales
     std::vector<Tasks> tasks_;  // by window
     Block slots_, spaces_;
     int64_t space_bytes_ = 0;
