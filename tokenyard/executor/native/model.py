@@ -67,8 +67,8 @@ class NativeDecoder:
     """The weights of a model, laid out once for the library's products.
 
     Weights are taken by their Hugging Face names, one after another, so that a second copy of the model never lies in
-    memory. Matrices in one of the library's formats stay packed (see `formats`), and a packed embedding stays in its
-    file, which is mapped.
+    memory. Matrices in one of the library's formats stay packed (see `formats`). An embedding that is the head too is
+    looked up in the head's panels; another one that is packed stays in its file, which is mapped.
 
     int8: other matrices of products are rounded to bytes, with a scale for each output; embeddings stay.
     kv_dtype: of the pool, see KvPool; None for `dtype`.
@@ -235,24 +235,32 @@ class NativeDecoder:
                 if functions.ty_model_parts(*place, len(parts), formats, outputs):
                     raise AssertionError(f"parts of {list(one.outputs)} do not end with panels")
         nbytes = int(functions.ty_model_measure(self.model))
-        reserved = self._reserve(nbytes, products)
+        of_head = self.config.tied_embeddings and self._holds_numbers(products[-1][1])
+        reserved = self._reserve(nbytes, products, None if of_head else self._embedding_rows)
         if functions.ty_model_place(self.model, None if reserved is None else reserved[0].ctypes.data):
             raise ConfigError(NO_MEMORY)
         for one, parts in products:
             for number, part in enumerate(parts):
                 self._load_part(weights, one, number, part)
-        head_is_stored = self._unpacked == STORED and not any(part.packed for part in products[-1][1])
-        if not (self.config.tied_embeddings and head_is_stored):
+        if not of_head:
             self._embedding = self._load_embedding(weights, None if reserved is None else reserved[1])
         return nbytes
 
+    def _holds_numbers(self, parts: Sequence[LinearPart]) -> bool:
+        """Whether a product's panels give the numbers of its weights as they were stored, row by row."""
+        if len(parts) > 1:
+            return False
+        if not parts[0].packed:
+            return self._unpacked == STORED
+        return parts[0].packed[0].order is None and not parts[0].packed[0].format.name.startswith("FP8")
+
     def _reserve(
-        self, nbytes: int, products: Sequence[tuple[_Linear, tuple[LinearPart, ...]]]
+        self, nbytes: int, products: Sequence[tuple[_Linear, tuple[LinearPart, ...]]], rows: PackedRows | None
     ) -> tuple[PackedBytes, PackedBytes] | None:
-        """Memory of `memory` for products and embedding; None for the library's. Raises UnusableFileError."""
+        """Memory of `memory` for products and an embedding of `rows`; None for the library's. Raises UnusableFileError."""
         if self._memory is None:
             return None
-        rows, layout = self._embedding_rows, hashlib.blake2b(digest_size=16)
+        layout = hashlib.blake2b(digest_size=16)
         for one, parts in products:
             layout.update(repr(one).encode())
             for part in parts:

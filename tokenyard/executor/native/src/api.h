@@ -145,7 +145,7 @@ TY_API int ty_model_place(void *model, void *memory);
 TY_API void ty_model_linear(void *model, int layer, int which, int expert, int part, const void *weights,
                             const float *bias);
 // The embedding, [vocabulary, hidden] in the format of the config, which must outlive the model. Without one the weights of
-// the head, which must be stored, are the embedding too.
+// the head, in one part that is neither int8 nor fp8, are the embedding too.
 TY_API void ty_model_embedding(void *model, const void *table);
 // TY_Q_NORM, TY_K_NORM: float[head_dim]; TY_SINKS: float[heads], see Attending; the other norms: float[hidden]. See
 // Convolving, Recurring and Gating of the vectors from TY_CONV to TY_MIXER_NORM. TY_SHARED_GATE: float[hidden], the gate

@@ -10,12 +10,11 @@ void unpack(const void *table, const int64_t *ids, float scale, float *x, int64_
     for (int64_t r = 0; r < rows; r++) {
         const uint8_t *raw = (const uint8_t *)table + ids[r] * raw_row_bytes<F>(size);
         for (int64_t k = 0; k < size; k += F::INPUTS, raw += F::BYTES)
-            for (int i = 0; i < F::INPUTS; i += F::SPAN) {
-                const float times = F::scale(raw, i / F::SPAN), least = F::least_of(raw, i / F::SPAN);
-                for (int j = i; j < i + F::SPAN; j++) {
-                    const float own = times * (float)(F::value(F::code(raw, j)) - F::ZERO);
-                    *x++ = (F::MIN ? own - least : own) * scale;
-                }
+            for (int i = 0; i < F::INPUTS; i += F::SPAN, x += F::SPAN) {
+                int values[F::SPAN];
+                for (int j = 0; j < F::SPAN; j++)
+                    values[j] = F::value(F::code(raw, i + j)) - F::ZERO;
+                unpack_span(values, F::SPAN, F::scale(raw, i / F::SPAN), F::least_of(raw, i / F::SPAN), scale, x);
             }
     }
 }
@@ -36,6 +35,13 @@ void unpack_floats(const void *table, const int64_t *ids, float scale, float *x,
 }
 
 }  // namespace
+
+void unpack_span(const int *values, int count, float times, float least, float scale, float *x) {
+    for (int i = 0; i < count; i++) {
+        const float own = times * (float)values[i];
+        x[i] = (own - least) * scale;
+    }
+}
 
 void unpack_rows(int format, const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size) {
     switch (format) {

@@ -220,6 +220,9 @@ static constexpr int64_t raw_row_bytes(int64_t inputs) {
     return inputs / F::INPUTS * F::BYTES;
 }
 
+// x[count] = (times * values - least) * scale, each operation rounded for itself.
+void unpack_span(const int *values, int count, float times, float least, float scale, float *x);
+
 // x[rows, size] = rows `ids` of a table in a format that is kept packed, times `scale`.
 void unpack_rows(int format, const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size);
 

@@ -221,6 +221,8 @@ struct PanelKernels {
     int64_t (*panel_bytes)(int64_t inputs);
     // Lay out `rows` (at most `width`) rows of weights as panel `panel`; further outputs are zeros.
     void (*pack_panel)(const void *weights, int64_t rows, int64_t inputs, void *panels, int64_t panel);
+    // x[rows, size] = rows `ids` of weights in panels, as they were stored, times `scale`; null where a format has none.
+    void (*embed_panels)(const void *panels, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size);
     void (*product)(const Product &job, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
 };
 
@@ -250,7 +252,6 @@ struct TypedKernels {
     void (*add_norm)(const float *found, const float *weight, float *x, int64_t rows, int64_t size, float eps);
     // x[rows, size] = table[ids[row]] * scale
     void (*embed)(const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size);
-    void (*embed_panels)(const void *panels, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size);
     // Rows first .. last - 1 of each.
     void (*route)(const Routing &job, int64_t first, int64_t last);
     void (*mix)(const Mixing &job, int64_t first, int64_t last);

@@ -157,7 +157,7 @@ bool Model::step(const ty_step &step) {
 void Model::embed(const int64_t *ids, int64_t tokens) {
     const float scale = config_.embedding_scale;
     if (!embedding_)
-        kernels_.embed_panels(head_.parts[0].panels, ids, scale, x_, tokens, config_.hidden);
+        head_.parts[0].kernels->embed_panels(head_.parts[0].panels, ids, scale, x_, tokens, config_.hidden);
     else if (config_.embedding_format == TY_STORED)
         kernels_.embed(embedding_, ids, scale, x_, tokens, config_.hidden);
     else

@@ -24,7 +24,7 @@ class Model {
     // Keep them in so many bytes of memory that outlive the model; null for memory of its own.
     void place(void *memory);
     void set_linear(int layer, int which, int expert, int part, const void *weights, const float *bias);
-    // Without it the head's weights, which are stored then, are the embedding.
+    // Without it the head's weights, which are in one part then, are the embedding.
     void set_embedding(const void *table) { embedding_ = table; }
     void set_vector(int layer, int which, const float *numbers);
     // Room for so many adapters of ranks up to `rank`; called once. Returns the bytes that each takes.
