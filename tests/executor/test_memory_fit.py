@@ -37,9 +37,11 @@ def test_numbers_count_in_their_dtype(checkpoint):
     assert weight_bytes(checkpoint, 2, native=False) == 2 * numbers
 
 
-def test_a_tied_embedding_counts_twice_where_the_head_is_rounded(tmp_path):
+def test_a_tied_embedding_counts_twice_where_only_the_head_is_rounded(tmp_path):
     save_file({"model.embed_tokens.weight": torch.ones(64, 32)}, tmp_path / "model.safetensors")
-    assert weight_bytes(tmp_path, 2, native=True, quantization="q8", tied=True) == (2 + 34 / 32) * 64 * 32
+    for quantization, tied, size in (("int8", True, 2 + 1), ("int8", False, 2), ("q4", True, 34 / 32)):
+        found = weight_bytes(tmp_path, 2, native=True, quantization=quantization, tied=tied)
+        assert found == size * 64 * 32, (quantization, tied)
     for native in (True, False):
         assert weight_bytes(tmp_path, 2, native=native, tied=True) == 2 * 64 * 32
 

@@ -87,17 +87,17 @@ def weight_bytes(
 
     itemsize: of a number in the model's dtype. native: whether native steps compute it, so that packed matrices stay
     packed. quantization: as `--quantization`. tied: whether the embedding is the head too. Native steps have one
-    matrix for both where both are numbers, and else a head of its own. without: endings of names that do not count.
+    matrix for both, and two with int8, which rounds the head alone. without: endings of names that do not count.
     """
     total = 0.0
     for tensor in stored_tensors(folder):
         if tensor.name.endswith(without):
             continue
         size = _loaded(tensor, itemsize, native, quantization)
-        if tensor.name.endswith(EMBEDDINGS) and native:
-            # The embedding of a GGUF file is mapped, and takes memory only as long as there is some to spare.
-            own = 0.0 if tensor.packed else float(tensor.numbers * itemsize)
-            size = own + (size if tied and size != own else 0.0)
+        if tensor.name.endswith(EMBEDDINGS) and native and tensor.packed and not tied:
+            size = 0.0  # it is mapped, and takes memory only as long as there is some to spare
+        elif tensor.name.endswith(EMBEDDINGS) and native and quantization == "int8" and not tensor.packed:
+            size = float(tensor.numbers * itemsize) + (size if tied else 0.0)
         total += size
     return int(total)
 
