@@ -257,7 +257,7 @@ class NativeDecoder:
     def _reserve(
         self, nbytes: int, products: Sequence[tuple[_Linear, tuple[LinearPart, ...]]], rows: PackedRows | None
     ) -> tuple[PackedBytes, PackedBytes] | None:
-        """Memory of `memory` for products and an embedding of `rows`; None for the library's. Raises UnusableFileError."""
+        """Memory of `memory` for products and embedding; None for the library's. Raises UnusableFileError."""
         if self._memory is None:
             return None
         layout = hashlib.blake2b(digest_size=16)
