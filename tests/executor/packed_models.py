@@ -5,15 +5,15 @@ import json
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.executor.driver import Driver
 from tests.executor.gguf_maker import write_gguf
 from tests.executor.test_quantized import words
-from tests.executor.tiny_models import SMALL, prompt_of
+from tests.executor.tiny_models import FAMILY_CASES, SMALL, prompt_of
 from tokenyard.executor.formats.weight_format import FORMATS
 from tokenyard.executor.model_loader import load_executor
-from tokenyard.executor.quantized import AWQ_ORDER
+from tokenyard.executor.quantized import AWQ_ORDER, mxfp4
 
 
 def random(*shape, seed, dtype=torch.float32):
@@ -93,6 +93,29 @@ def all_logits(executor, prompt):
     driver = Driver(executor)
     driver.launch((driver.start(prompt), None), delay=True)
     return executor.model.logits(0, len(prompt)).double()
+
+
+def gpt_oss_checkpoint(folder):
+    """Write a gpt-oss with experts of mxfp4 and one of the numbers that these mean; returns the path of each."""
+    fields = FAMILY_CASES["gpt-oss"][1] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**(SMALL | fields))).float()
+    config, found, whole = model.config.to_dict() | {"architectures": ["GptOssForCausalLM"]}, {}, {}
+    for name, tensor in model.state_dict().items():
+        found[name] = whole[name] = tensor
+        if "experts" in name and not name.endswith("_bias"):
+            experts, inputs, outputs = tensor.shape
+            rng = torch.Generator().manual_seed(len(name))
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=rng, dtype=torch.uint8)
+            scales = torch.randint(122, 126, (experts, outputs, inputs // 32), generator=rng, dtype=torch.uint8)
+            del found[name]
+            found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            whole[name] = mxfp4(blocks, scales).transpose(1, 2)
+    for part, tensors, extra in (("q", found, {"quantization_config": {"quant_method": "mxfp4"}}), ("w", whole, {})):
+        (folder / part).mkdir()
+        (folder / part / "config.json").write_text(json.dumps(config | extra))
+        save_file({name: one.contiguous() for name, one in tensors.items()}, folder / part / "model.safetensors")
+    return str(folder / "q"), str(folder / "w")
 
 
 def make_adapter(folder):

@@ -1,7 +1,6 @@
 """Products of packed weights by every instruction set, and whole models whose weights stay packed."""
 
 import ctypes
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from tests.executor.driver import Driver
 from tests.executor.gguf_maker import quantized_rows
@@ -21,19 +20,19 @@ from tests.executor.packed_models import (
     WIDE,
     adapter_shifts,
     all_logits,
+    gpt_oss_checkpoint,
     load,
     make_adapter,
     packed_checkpoint,
     random,
 )
-from tests.executor.tiny_models import FAMILY_CASES, SMALL, prompt_of
+from tests.executor.tiny_models import prompt_of
 from tokenyard.executor.formats.byte_groups import byte_rows
 from tokenyard.executor.formats.int4_groups import int4_rows
 from tokenyard.executor.formats.on_load import q4_0, q8_0
 from tokenyard.executor.formats.weight_format import FORMATS, STORED
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, int32s
-from tokenyard.executor.quantized import mxfp4
 
 try:
     LIBRARY = load_library()
@@ -396,27 +395,10 @@ def test_inputs_in_different_orders_are_unpacked(wide, tmp_path, caplog):
 
 
 def test_gpt_oss_experts_stay_packed(tmp_path, caplog):
-    fields = FAMILY_CASES["gpt-oss"][1] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**(SMALL | fields))).float()
-    config, found, whole = model.config.to_dict() | {"architectures": ["GptOssForCausalLM"]}, {}, {}
-    for name, tensor in model.state_dict().items():
-        found[name] = whole[name] = tensor
-        if "experts" in name and not name.endswith("_bias"):
-            experts, inputs, outputs = tensor.shape
-            rng = torch.Generator().manual_seed(len(name))
-            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=rng, dtype=torch.uint8)
-            scales = torch.randint(122, 126, (experts, outputs, inputs // 32), generator=rng, dtype=torch.uint8)
-            del found[name]
-            found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            whole[name] = mxfp4(blocks, scales).transpose(1, 2)
-    for part, tensors, extra in (("q", found, {"quantization_config": {"quant_method": "mxfp4"}}), ("w", whole, {})):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "config.json").write_text(json.dumps(config | extra))
-        save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / part / "model.safetensors")
+    packed, plain = gpt_oss_checkpoint(tmp_path)
     prompt = prompt_of(20, seed=3)
-    exact = all_logits(load(str(tmp_path / "w")), prompt)
-    off = all_logits(load(str(tmp_path / "q")), prompt) - exact
+    exact = all_logits(load(plain), prompt)
+    off = all_logits(load(packed), prompt) - exact
     assert 1e-4 * exact.std() < off.std() < 0.3 * exact.std()
 
 

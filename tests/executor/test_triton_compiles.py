@@ -17,6 +17,7 @@ from tokenyard.executor.attention.backend import KvSlots  # noqa: E402
 from tokenyard.executor.attention.triton import attention_kernel as attention  # noqa: E402
 from tokenyard.executor.attention.triton import layer_kernels as layers  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, FEW_SPLITS  # noqa: E402
+from tokenyard.executor.attention.triton.expert_kernels import FEW, multiply_groups  # noqa: E402
 from tokenyard.executor.attention.triton.fp8_kernels import quantize_rows  # noqa: E402
 from tokenyard.executor.attention.triton.lora_kernels import add_lora, output_tiles  # noqa: E402
 from tokenyard.executor.attention.triton.packed_kv import store_packed  # noqa: E402
@@ -154,5 +155,9 @@ def test_the_other_kernels_fit_devices(capability, dtype):
         for count, writes in ((1, 0), (6, 1), (16, 32)):
             plan = UploadedPlan(torch.zeros(3 * count + 3 * writes, dtype=torch.int64), count, writes)
             prepare_by_triton(plan, torch.zeros(5, 64, dtype=torch.int64)[:, :count], pages, future)
+        numbers, bias = torch.zeros(32, 128, 90, 16, dtype=torch.uint8), torch.zeros(32, 128, dtype=dtype)
+        for count in (6, FEW + 1):
+            inputs, ends = torch.zeros(count, 90 * 32, dtype=dtype), torch.zeros(32, dtype=torch.int32)
+            multiply_groups(inputs, numbers, numbers[..., 0].contiguous(), bias, ends)
     check(launches.binaries, capability)
-    assert len(launches.binaries) == 12
+    assert len(launches.binaries) == 14

@@ -12,10 +12,12 @@ from tests.executor.triton_launches import need_compiler, pretended_launches
 need_compiler()
 
 from tests.executor.driver import GREEDY, Driver  # noqa: E402
+from tests.executor.packed_models import gpt_oss_checkpoint  # noqa: E402
 from tokenyard.base import SamplingParams  # noqa: E402
 from tokenyard.executor import backend_choice  # noqa: E402
 from tokenyard.executor.attention.triton.plan_kernel import prepare_by_triton  # noqa: E402
 from tokenyard.executor.cuda_graph_runner import CudaGraphRunner  # noqa: E402
+from tokenyard.executor.formats import cuda_experts  # noqa: E402
 from tokenyard.executor.layer_loader import read_folder_config  # noqa: E402
 from tokenyard.executor.model_loader import load_executor  # noqa: E402
 from tokenyard.executor.plan_inputs import PlanInputs  # noqa: E402
@@ -35,7 +37,8 @@ def zeros(monkeypatch):
     """Kernels that do not run leave what they would write as it is: zeros, which are tokens."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-    monkeypatch.setattr(backend_choice, "triton_why_not", lambda *_: "")
+    for module, name in ((backend_choice, "triton_why_not"), (cuda_experts, "why_not")):
+        monkeypatch.setattr(module, name, lambda *_: "")
 
 
 def serve(driver, seed):
@@ -70,12 +73,14 @@ def record_steps(executor, config):
         ("qwen3-layers", 16, True),
         ("gemma2", 4, True),
         ("gpt-oss", 1, False),
+        ("packed gpt-oss", 1, True),
         ("llama-odd", 4, False),
     ],
 )
-def test_serving_compiles_nothing_after_the_warm_up(folder, zeros, case, page_size, recorded):
+def test_serving_compiles_nothing_after_the_warm_up(folder, tmp_path, zeros, case, page_size, recorded):
+    path = gpt_oss_checkpoint(tmp_path)[0] if case.startswith("packed") else folder(case)
     executor = load_executor(
-        folder(case),
+        path,
         device="cpu",
         dtype="bfloat16",
         model_impl="torch",
@@ -86,11 +91,12 @@ def test_serving_compiles_nothing_after_the_warm_up(folder, zeros, case, page_si
     )
     with pretended_launches() as launches:
         if recorded:
-            record_steps(executor, read_folder_config(Path(folder(case))))
+            record_steps(executor, read_folder_config(Path(path)))
         warm_up(executor)
         warm = {name: set(keys) for name, keys in launches.keys.items()}
         assert len(warm["attention_kernel.attend_kernel"]) >= 5
         assert warm["sampling_kernels.draw_kernel"]
+        assert len(warm.get("expert_kernels.multiply_kernel", ())) >= 2 * case.startswith("packed")
         for seed in range(3):
             serve(Driver(executor, seed), seed)
     for name, keys in launches.keys.items():

@@ -6,6 +6,7 @@ sorted on the device, and one product of groups serves all experts.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +32,43 @@ def why_not(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> st
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class StackedProduct:
-    """A product of each expert. weight: [experts, outputs, inputs]; bias: [experts, outputs] or None."""
+class ExpertProduct(Protocol):
+    """A product of each expert."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
+    @property
+    def count(self) -> int:
+        """Experts."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Multiply [rows, inputs], sorted by expert: [rows, outputs].
 
         experts: int64[rows]; ends: int32[experts], where the rows of each end.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class StackedProduct:
+    """See ExpertProduct. weight: [experts, outputs, inputs]; bias: [experts, outputs] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Experts."""
+        return len(self.weight)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weight.device
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """See ExpertProduct."""
         found: torch.Tensor = F.grouped_mm(x, self.weight.mT, offs=ends)
         return found if self.bias is None else found.add_(self.bias[experts])
 
@@ -66,9 +92,9 @@ class GroupedExperts:
     every batch.
     """
 
-    def __init__(self, gate_up: StackedProduct, down: StackedProduct, gated: Gating) -> None:
+    def __init__(self, gate_up: ExpertProduct, down: ExpertProduct, gated: Gating) -> None:
         self._gate_up, self._down, self._gated = gate_up, down, gated
-        self._numbers = torch.arange(len(down.weight), device=down.weight.device)
+        self._numbers = torch.arange(down.count, device=down.device)
 
     def __call__(self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """See Experts."""

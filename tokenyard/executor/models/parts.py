@@ -2,6 +2,7 @@
 
 import torch
 
+from tokenyard.executor.formats.cuda_experts import multiplies_mxfp4, packed_experts
 from tokenyard.executor.formats.cuda_products import cuda_product
 from tokenyard.executor.layers.grouped_experts import GroupedExperts, stacked
 from tokenyard.executor.layers.grouped_experts import why_not as why_not_grouped
@@ -27,14 +28,21 @@ def experts_of(config: ModelConfig, weights: Weights, prefix: str) -> Experts:
     names = [f"{prefix}.experts.{expert}" for expert in range(experts.count)]
     inter, hidden, bias = experts.intermediate_size, config.hidden_size, experts.bias
     like = weights.get(f"{prefix.removesuffix('.mlp')}.input_layernorm.weight", (hidden,))
+    gate_up = [{f"{name}.gate_proj": inter, f"{name}.up_proj": inter} for name in names]
+    down = [{f"{name}.down_proj": hidden} for name in names]
+    gated = gating(config.activation, config.gate_limit)
+    both = (gate_up, hidden), (down, inter)
+    if multiplies_mxfp4(like):
+        packed = [
+            packed_experts(weights, own, inputs, [fused_bias(weights, one) for one in own] if bias else (), like.device)
+            for own, inputs in both
+        ]
+        if packed[0] is not None and packed[1] is not None:
+            return GroupedExperts(packed[0], packed[1], gated)
     if why_not_grouped(config, like.device, like.dtype):
         return ExpertLoop([gated_mlp(config, weights, name, inter, bias) for name in names])
-    both = (
-        fused_parts(weights, {f"{name}.gate_proj": inter, f"{name}.up_proj": inter}, hidden, bias) for name in names
-    )
-    down = (fused_parts(weights, {f"{name}.down_proj": hidden}, inter, bias) for name in names)
-    gated = gating(config.activation, config.gate_limit)
-    return GroupedExperts(stacked(experts.count, both), stacked(experts.count, down), gated)
+    found = [stacked(experts.count, (fused_parts(weights, one, inputs, bias) for one in own)) for own, inputs in both]
+    return GroupedExperts(found[0], found[1], gated)
 
 
 def read_norm(config: ModelConfig, weights: Weights, name: str, size: int = 0) -> RMSNorm:

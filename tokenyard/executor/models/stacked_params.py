@@ -43,7 +43,7 @@ def checkpoint_weights(
         if quantization and quantization.get("quant_method") != "mxfp4":
             method = quantization.get("quant_method")
             raise ConfigError(f"config.json: quantization {method!r} of gpt-oss is not supported, only mxfp4 or none")
-        return StackedExperts(config, files, packed=bool(quantization))
+        return StackedExperts(config, files, bool(quantization), unpacked)
     if config.experts is not None and not config.experts.beside_mlp and _has_stacked_experts(config, files):
         if quantization:
             raise ConfigError("config.json: quantization of experts that are stored as one tensor is not supported")
@@ -266,10 +266,13 @@ class StackedExperts:
     """See Weights. The experts of a layer lie in one tensor, gate and up of each interleaved (gpt-oss).
 
     packed: whether they are mxfp4, four bits a number and a scale for 32 of them.
+    unpacked: takes what is dequantized.
     """
 
-    def __init__(self, config: ModelConfig, source: SafetensorsWeights, packed: bool) -> None:
-        self._source, self._packed = source, packed
+    def __init__(
+        self, config: ModelConfig, source: SafetensorsWeights, packed: bool, unpacked: UnpackedMatrices | None = None
+    ) -> None:
+        self._source, self._packed, self._dequantized = source, packed, unpacked or UnpackedMatrices()
         experts = config.experts
         self._count, self._inter = (experts.count, experts.intermediate_size) if experts else (0, 0)
         # The parts of a layer are requested expert by expert.
@@ -291,7 +294,10 @@ class StackedExperts:
             found = self._unpacked(stored, int(expert), rows, shape[1])
         else:
             found = self._whole(stored, shape[1], rows)[int(expert)].T
-        return self._source.convert(found[part == "up" :: 2] if gated else found)
+        made = self._source.convert(found[part == "up" :: 2] if gated else found)
+        if self._packed and kind == "weight":
+            self._dequantized.add("mxfp4", name, shape[0] * MXFP4.row_bytes(shape[1]), made.nbytes)
+        return made
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedRows | None:
         """See PackedSource."""
