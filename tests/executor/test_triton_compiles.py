@@ -155,9 +155,20 @@ def test_the_other_kernels_fit_devices(capability, dtype):
         for count, writes in ((1, 0), (6, 1), (16, 32)):
             plan = UploadedPlan(torch.zeros(3 * count + 3 * writes, dtype=torch.int64), count, writes)
             prepare_by_triton(plan, torch.zeros(5, 64, dtype=torch.int64)[:, :count], pages, future)
-        numbers, bias = torch.zeros(32, 128, 90, 16, dtype=torch.uint8), torch.zeros(32, 128, dtype=dtype)
-        for count in (6, FEW + 1):
-            inputs, ends = torch.zeros(count, 90 * 32, dtype=dtype), torch.zeros(32, dtype=torch.int32)
+    check(launches.binaries, capability)
+    assert len(launches.binaries) == 12
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMITS)
+def test_packed_experts_fit_devices(capability):
+    """Of gpt-oss-20b, for a few rows and for many; packed experts are multiplied in bfloat16 alone."""
+    numbers, ends = torch.zeros(32, 128, 90, 16, dtype=torch.uint8), torch.zeros(32, dtype=torch.int32)
+    bias = torch.zeros(32, 128, dtype=torch.bfloat16)
+    with pretended_launches(capability, compiled=True) as launches:
+        for rows in (6, FEW + 1):
+            inputs = torch.zeros(rows, 90 * 32, dtype=torch.bfloat16)
             multiply_groups(inputs, numbers, numbers[..., 0].contiguous(), bias, ends)
     check(launches.binaries, capability)
-    assert len(launches.binaries) == 14
+    assert len(launches.binaries) == 2
+    for each in launches.binaries:
+        assert "mma" in each.ptx

@@ -94,7 +94,7 @@ def test_serving_compiles_nothing_after_the_warm_up(folder, tmp_path, zeros, cas
             record_steps(executor, read_folder_config(Path(path)))
         warm_up(executor)
         warm = {name: set(keys) for name, keys in launches.keys.items()}
-        assert len(warm["attention_kernel.attend_kernel"]) >= 5
+        assert len(warm["attention_kernel.attend_kernel"]) >= 4
         assert warm["sampling_kernels.draw_kernel"]
         assert len(warm.get("expert_kernels.multiply_kernel", ())) >= 2 * case.startswith("packed")
         for seed in range(3):
