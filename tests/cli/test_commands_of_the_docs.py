@@ -16,10 +16,12 @@ import zstandard
 
 from tests.e2e.servers import Server
 from tests.style.test_commands import PAGES, ROOT, commands, words_of
+from tokenyard.cli import simulation_arguments
 from tokenyard.cli.main import main
 from tokenyard.config import DEMO_MODEL
 from tokenyard.cost import get_profile
 from tokenyard.cost.profiles import save_profile
+from tokenyard.sim.traces.synthetic import synthetic
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 NOT_RUN = {
@@ -30,6 +32,7 @@ NOT_RUN = {
     "bench": "needs a running server: tests/e2e/test_bench.py",
     "calibrate": "takes a minute and a model of one's own: tests/cli/test_calibrate.py",
 }
+REQUESTS = 100
 SLOW = {"plan", "goodput"}
 """What takes seconds even on little."""
 
@@ -108,6 +111,10 @@ def test_a_command_of_the_docs_does_what_it_says(words, folder, monkeypatch, cap
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}")
+    # Nothing but the length of the traffic is another than on the page.
+    monkeypatch.setattr(
+        simulation_arguments, "synthetic", lambda name, requests, *more: synthetic(name, min(requests, REQUESTS), *more)
+    )
     status, printed = main(list(words)), capsys.readouterr()
     assert status == 0, printed
     assert printed.out + printed.err

@@ -206,7 +206,7 @@ def test_a_fleet_shows_each_of_its_workers(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_oracle_is_shown_apart(tmp_path, capsys):
     out, report = tmp_path / "o.json", tmp_path / "r.html"
-    tight = ["--synthetic", "plain", "--limit", "80", "--request-rate", "60", "--max-total-tokens", "12k"]
+    tight = ["--synthetic", "plain", "--limit", "50", "--request-rate", "60", "--max-total-tokens", "12k"]
     outputs = ["--json", str(out), "--report", str(report)]
     assert run_simulate(simulate_args(*tight, "--oracle", *outputs)) == 0
     numbers = json.loads(out.read_text())

@@ -23,10 +23,11 @@ AROUND = {
 }
 NAMES = [*POLICIES, "priority"]
 EVERY = [(name, around) for name in NAMES for around in AROUND]
+COUNT = 28
 POOLS = {"ample": {"pages": 2000}, "tight": {"pages": 40, "page_size": 4}}
 
 
-def submit_some(yard, count=40, seed=0):
+def submit_some(yard, count=COUNT, seed=0):
     draw = np.random.default_rng(seed)
     for index in range(count):
         prompt = [int(draw.integers(5, 9))] * int(draw.integers(1, 30)) + [20 + index] * int(draw.integers(1, 10))
@@ -97,7 +98,7 @@ def test_a_policy_says_what_may_overtake(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_tenants_with_limits_drain_too(name):
     yard = run(name, tenants={"a": TenantSettings(weight=3.0, max_running=2)})
-    assert len(yard.finished) == 40
+    assert len(yard.finished) == COUNT
 
 
 @pytest.mark.part(6)

@@ -93,13 +93,13 @@ CURVED = LinearCost(LinearTerms(step_ms=0.0, floor_ms=1.0, dense_ms=1.0, token_m
 
 
 def timings(**settings):
-    """What 60 mixed requests on a small device come to: every plan, and how each request ended."""
+    """What 48 mixed requests on a small device come to: every plan, and how each request ended."""
     chosen = SchedulerSettings(
         **{"max_running_requests": 6, "context_length": 512, "clip_max_new_tokens": 64, **settings}
     )
     yard = ClockedYard(chosen, make_info(400, 1, 6, 512), CURVED, answer_tokens=(2, 40))
     draw = np.random.default_rng(1)
-    for index in range(60):
+    for index in range(48):
         shared = [int(draw.integers(5, 8))] * int(draw.integers(1, 150))
         yard.submit(
             shared + [20 + index] * int(draw.integers(1, 40)),

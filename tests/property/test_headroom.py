@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.examples import ALL
+from tests.examples import examples
 from tests.scheduler.program_runs import ProgramRun
 from tests.scheduler.random_programs import Job, Program, make_program
 
 LEFT_OUT = ("schedule_conservativeness", "enable_hierarchical_cache", "hicache_write_policy")
-SEEDS = [*range(120 if ALL else 60), 136, 336]
+SEEDS = [*range(max(examples(120), 60)), 136, 336]
 """In 136 the newcomer raises the peak of the rows that are left more than it raises that of all before a preemption. In
 336 a row starts on a prefix that a preempted one releases once its step has committed."""
 

@@ -6,13 +6,13 @@
 import pytest
 
 from benchmarks.livelock_search import shrink
-from tests.examples import ALL
+from tests.examples import examples
 from tests.scheduler.program_runs import run_program
 from tests.scheduler.random_programs import Job, Program, make_program
 from tokenyard.policy.wrappers import NonPreemptive, Wrapper
 
 MAX_TOKENS = 200
-BLOCKS, SEEDS = (5, 100) if ALL else (1, 100)
+BLOCKS, SEEDS = examples(600) // 100, 100
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

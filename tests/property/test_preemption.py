@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.examples import ALL
 from tests.scheduler.harness import Yard, make_info
 from tests.scheduler.program_runs import BrokenRun, ProgramRun
 from tests.scheduler.random_programs import Job, make_program
@@ -22,7 +21,7 @@ from tokenyard.base import KvAvailable, SchedulerSettings, TenantSettings
 from tokenyard.scheduler.row_state import RowState
 
 SEEDS = 80
-ENOUGH = 15 if ALL else 10
+ENOUGH = 10
 """So many times of a way are looked at."""
 PRIORITIES = {"enable_priority_scheduling": True}
 URGENCY = {

@@ -191,6 +191,7 @@ CASES = {
 )
 def test_overtaking_of_a_long_request_stays_within_the_bound_each_time_it_waits(case, depth):
     settings, own, others, look = CASES[case]
-    for short in SHORT:
+    # One plan at a time meets each way of running out of pages with some of the cases, several plans with all of them.
+    for short in SHORT if depth > 1 else [SHORT[[*CASES].index(case) % len(SHORT)]]:
         flood = Flood(depth, own, others, **settings, **short)
         look(flood, flood.run())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.examples import ALL
+from tests.examples import examples
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import Cancel, Pause, Resume, SamplingParams, SchedulerSettings, StopFound, TenantSettings
 from tokenyard.cost import LinearCost, LinearTerms
@@ -206,7 +206,7 @@ def test_a_request_sinks_as_fast_with_drafts_as_without():
 def test_random_events_lose_no_page(depth):
     rng = random.Random(depth)
     yard = make_yard(5, 0.7, depth, 20, 4, headroom="none")
-    turns = 500 if ALL else 200
+    turns = max(examples(500), 200)
     for turn in range(turns):
         if turn < turns - 50 and rng.random() < 0.2:
             submit_some(yard, seed=turn)

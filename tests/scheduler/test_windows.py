@@ -175,7 +175,7 @@ def test_random_traffic_gives_the_tokens_of_a_pool_that_keeps_all(seed):
     kept = make_yard(0, keep_all=True, **options)
     yard = make_yard(least + rng.choice([0, 2, 20, 60]), **options)
     families = [prompt_of(family, 80) for family in range(3)]
-    for _ in range(25):
+    for _ in range(16):
         prompt = rng.choice(families)[: rng.randint(0, 80)] + prompt_of(rng.randint(0, 10**6), rng.randint(1, 30))
         n, urgent = rng.choice([1, 1, 1, 3]), rng.choice([0, 5])
         for one in (kept, yard):

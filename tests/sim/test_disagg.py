@@ -151,7 +151,7 @@ FAULTS = {
 @pytest.mark.parametrize("what", FAULTS)
 def test_whatever_fails_every_answer_is_whole(what, mode):
     fleet, more = FAULTS[what]
-    traffic = workload(*((0.02 * i, 3000 + 40 * i, 5 + i % 30) for i in range(100)))
+    traffic = workload(*((0.02 * i, 3000 + 40 * i, 5 + i % 30) for i in range(80)))
     disagg = DisaggSettings(2, mode=mode, link_gbit=20.0, terms=SHORT, **more)
     _, outcome = served(traffic, disagg, fleet=fleet)
     failed = transfer_figures(outcome.transfers, 1.0)["failed"]

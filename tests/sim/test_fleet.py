@@ -204,7 +204,7 @@ RATE, BURST = 2000.0, 1000
 @pytest.mark.slow
 @pytest.mark.parametrize("dp_aware", [True, False])
 def test_a_rate_is_that_of_the_engine_and_not_of_each_rank(dp_aware):
-    traffic = synthetic("tenants", 80, 100.0, seed=1)
+    traffic = synthetic("tenants", 50, 100.0, seed=1)
     tenants = {"*": TenantSettings(tokens_per_s=RATE, burst_tokens=BURST, max_running=4)}
     chosen = setup(settings={"tenants": tenants}, dp_size=4, router="predicted_ttft", fleet=Fleet(dp_aware=dp_aware))
     outcome = simulate(traffic, chosen)
