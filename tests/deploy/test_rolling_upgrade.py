@@ -15,9 +15,9 @@ from tests.e2e.servers import ROOT, Server
 
 pytestmark = pytest.mark.slow
 OLD_ROOT = os.environ.get("TOKENYARD_OLD_VERSION", str(ROOT))
-FLAGS = ("--executor", "mock", "--mock-step-ms", "10", "--shutdown-timeout", "1")
+FLAGS = ("--executor", "mock", "--mock-step-ms", "30", "--shutdown-timeout", "1")
 PRE_STOP_S = 1.0
-TOKENS, CLIENTS = 120, 8
+TOKENS, CLIENTS = 40, 8
 """An answer takes longer than `--shutdown-timeout`: some have to continue on another engine."""
 
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there"),
 ]
 FLAGS = ("--dtype", "float32", "--threads", "2")
-BODY = {"prompt": "Alice was beginning", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+BODY = {"prompt": "Alice was beginning", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
 
 
 def post(server, **fields):

@@ -35,7 +35,7 @@ def test_ranks_that_are_killed_leave_their_streams_to_the_others_without_gap_or_
 @pytest.mark.slow
 def test_four_ranks_killed_or_stalled_under_many_streams():
     # So long that no rank has answered all of its streams before the last one has begun.
-    all_went_on(faults.break_ranks(128, 4, (signal.SIGKILL, signal.SIGSTOP), tokens=150), 4 * 2 * 128)
+    all_went_on(faults.break_ranks(48, 4, (signal.SIGKILL, signal.SIGSTOP), tokens=100), 4 * 2 * 48)
 
 
 @pytest.mark.slow
