@@ -46,12 +46,15 @@ def test_what_was_found_is_refused(target, data):
     assert defect_of(TARGETS[target], data) == ""
 
 
+SLOW = ("tape", "slab", "gguf", "grammar", "template", "tokenizer", "tokenizer-config")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_short_search_finds_nothing(name):
     search = Search(TARGETS[name], random.Random(1))
     search.begin()
-    for _ in range(60 if name in ("tape", "slab", "gguf", "grammar", "template") else 1000):
+    for _ in range(60 if name in SLOW else 1000):
         search.step()
     assert search.found == {}
 
