@@ -466,16 +466,21 @@ def largest_steps(folder: Path, scale: Scale) -> Iterator[dict]:
         yield {"gib": {"peak": peak_bytes / 2**30, "free": free_bytes / 2**30, "all": all_bytes / 2**30}}
 
 
-def tell(part: str, lines: Iterator[dict], begin_s: float = 0.0) -> bool:
-    """Print the lines of a part as they come; returns whether all went well. begin_s: when the run began."""
+def tell(part: str, lines: Iterator[dict], begin_s: float = 0.0, goals: list[tuple[bool, str]] | None = None) -> bool:
+    """Print the lines of a part as they come; returns whether all went well. begin_s: when the run began. goals: takes
+    each figure with a goal, and whether it is met.
+    """
 
     def show(line: dict) -> None:
+        line = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in line.items()}
         print(json.dumps({"part": part, **line, "at_s": round(time.monotonic() - begin_s, 1)}), flush=True)
 
     good = True
     try:
         for line in lines:
             show(line)
+            if goals is not None:
+                goals += judged(part, line)
             good = good and line.get("tokens_as_on_cpu", True)
     except Exception as error:  # whatever it is, the other parts are worth having
         show({"error": f"{type(error).__name__}: {error}"})
@@ -486,15 +491,29 @@ def tell(part: str, lines: Iterator[dict], begin_s: float = 0.0) -> bool:
     return good
 
 
+def judged(part: str, line: dict) -> Iterator[tuple[bool, str]]:
+    """Yield whether each figure of a line meets its goal, and both in words."""
+    for name, goal in line.items():
+        if not name.endswith("_target") or goal is None:
+            continue
+        name = name.removesuffix("_target")
+        met = line[name] <= goal if name == "idle_share" else line[name] >= goal
+        where = ", ".join(f"{key} {line[key]}" for key in ("batch", "context") if key in line)
+        yield met, f"{part}{where and ': ' + where}: {name} {line[name]:.3g}, goal {goal}"
+
+
 def measure(scale: Scale, limit_s: float = float("inf")) -> bool:
-    """Run all parts that begin within the limit; returns whether all went well."""
-    begin_s = time.monotonic()
+    """Run all parts that begin within the limit, then say which goals are not met; returns whether all went well."""
+    begin_s, goals = time.monotonic(), list[tuple[bool, str]]()
     with tempfile.TemporaryDirectory() as scratch:
         good = True
         for part, lines in parts(scale, Path(scratch)):
             if time.monotonic() - begin_s > limit_s:
                 lines = iter([{"left_out": "no time is left for it"}])
-            good = tell(part, lines, begin_s) and good
+            good = tell(part, lines, begin_s, goals) and good
+    if goals:
+        missed = [text for met, text in goals if not met]
+        tell("goals", iter([{"met": len(goals) - len(missed), "missed": missed}]), begin_s)
     return good
 
 

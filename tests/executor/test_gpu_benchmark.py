@@ -44,6 +44,10 @@ def test_all_parts_run(capsys, tmp_path):
     assert min(ratios) > 0
     [profile] = [line["profile"] for line in printed if line["part"] == "profile, tiny"]
     assert load_profile(Path(profile)).model == "tiny"
+    # A CPU has no idle share of a device. Shapes of the rehearsal have no goal for their steps.
+    assert printed[-1]["part"] == "goals"
+    assert printed[-1]["met"] + len(printed[-1]["missed"]) == 5
+    assert "steps, tiny: batch 4, context 200: idle_share 1, goal 0.02" in printed[-1]["missed"]
 
 
 @pytest.mark.slow
@@ -81,6 +85,21 @@ def test_pages_of_steps_are_written_as_a_server_writes_them():
     rows = EqualRows(SimpleNamespace(page_size=4, num_pages=16, max_pool_rows=4), 2, 12)
     assert len(rows.pretend(6).page_ids) == 4
     assert [len(rows.decode().page_ids) for _ in range(6)] == [0, 0, 2, 0, 0, 0]
+
+
+def test_figures_are_judged_by_their_goals():
+    line = {
+        "batch": 1,
+        "floor_share": 0.84219,
+        "floor_share_target": 0.8,
+        "idle_share": 0.03,
+        "idle_share_target": 0.02,
+    }
+    line |= {"product_share": 0.5, "product_share_target": None}
+    assert list(gpu.judged("steps", line)) == [
+        (True, "steps: batch 1: floor_share 0.842, goal 0.8"),
+        (False, "steps: batch 1: idle_share 0.03, goal 0.02"),
+    ]
 
 
 @pytest.mark.slow
