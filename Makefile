@@ -38,7 +38,8 @@ test-world: .venv/dev clients agents  ## run what needs other packages and progr
 # Triton takes 1 GB, so it has an environment of its own; without a GPU its kernels run in its interpreter, slowly. The
 # version is what the pinned torch brings for CUDA; TRITON=triton==3.6.0 takes that of torch 2.11.
 TRITON ?= triton==3.7.1
-TEST_TRITON = OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/executor/test_triton_*.py
+# Tests take minutes in the interpreter, and longer on a busy machine.
+TEST_TRITON = OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -o timeout=1800 tests/executor/test_triton_*.py
 test-triton: .venv-triton/dev  ## hold the kernels for GPUs to float64 in Triton's interpreter, and compile them
 	TRITON_INTERPRET=1 $(TEST_TRITON) tests/executor/test_sampler.py -k triton $(ARGS)
 	TRITON_INTERPRET=0 $(TEST_TRITON) $(ARGS)

@@ -82,7 +82,7 @@ def test_recorded_steps_of_rows_of_all_kinds(make_driver, folder, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: poisoned(empty(*shape, **options)))
     with torch.inference_mode():
         device = torch.device(DEVICE)
-        executor.model = CudaGraphRunner(executor.model, config, 1, device, capture, max_tokens=48)
+        executor.model = CudaGraphRunner(executor.model, config, 1, device, capture, max_tokens=24)
     run_all_kinds(driver, "qwen3-layers")
 
 
