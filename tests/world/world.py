@@ -492,10 +492,9 @@ class World:
         """Count what the hosts hold that have lived since the beginning, after each hour of a long world."""
         first = {host.name: self._processes_of(host) for host in (*self.engines, *self.routers)}
         for hour in range(1, int(self.story.hours) + 1):
-            await asyncio.sleep(begin + 3600 * hour - self.loop.time())
-            counts = [self._census(first)]
-            for _ in range(2):
-                await asyncio.sleep(COUNTED_AGAIN_S)
+            counts = []
+            for before_s in (2 * COUNTED_AGAIN_S, COUNTED_AGAIN_S, 0):
+                await asyncio.sleep(begin + 3600 * hour - before_s - self.loop.time())
                 counts.append(self._census(first))
             for name in counts[-1]:  # the least of three: requests that are open at the time do not count
                 tables = functools.reduce(Counter.__and__, (count[name] for count in counts))
@@ -519,6 +518,8 @@ class World:
     def _grown(self) -> list[str]:
         """Tables of processes that live since the beginning that have grown between the first hour and the last."""
         self.tables = {name: hours for name, hours in self.tables.items() if len(hours) == int(self.story.hours)}
+        if self.story.hours and not self.tables:
+            return ["nothing was counted in the last hour"]
         return [f"{name}: {line}" for name, hours in self.tables.items() for line in growth(hours)]
 
     async def _ready(self) -> None:
