@@ -58,6 +58,10 @@ def test_tools_choose_their_template():
         ("{{ 1 / 0 }}", "division"),
         ("{{ ''.__class__.__mro__ }}", "refused"),
         ("{{ messages.append(1) }}", "refused"),
+        ("{{ 9 ** 999999999 }}", "number in it is too large"),
+        ("{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", "too large"),
+        ("{{ 'a' * 1000000000 }}", "repetition in it is too long"),
+        ("{{ 1000000000 * [1] }}", "repetition in it is too long"),
     ],
 )
 def test_a_template_that_fails_is_the_clients_error(source, words):

@@ -98,6 +98,9 @@ def test_retries_have_a_budget():
     fleet = Fleet("", room=0, retry_share=0.5)
     requests = [fleet.arrive()[0] for _ in range(20)]
     assert sum(fleet.machine.may_retry(request) for request in requests for _ in range(3)) == 20
+    assert all(fleet.machine.may_retry(request, broken=True) for request in requests)
+    requests[0].tries = 2
+    assert not fleet.machine.may_retry(requests[0], broken=True)
 
 
 def test_a_breaker_opens_after_failures_and_closes_after_successes():

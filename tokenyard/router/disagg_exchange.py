@@ -238,8 +238,11 @@ class DisaggExchange(Exchange):
                 self._handed["kv_transfer_params"] = params
             super()._go(target)
 
-    def prefill_failed(self, why: str) -> None:
-        """The prefill worker failed: let the decode worker compute the prompt if it can, or try another pair."""
+    def prefill_failed(self, why: str, *, broken: bool = True) -> None:
+        """The prefill worker failed: let the decode worker compute the prompt if it can, or try another pair.
+
+        broken: it did not answer.
+        """
         self._leg = None
         self._router.prefill_ended(self, computed=False)
         target, partner = self.target, self.partner
@@ -250,12 +253,12 @@ class DisaggExchange(Exchange):
             self._handed = {}
             super()._go(target)
         elif not target.worker.computes_alone:
-            self._restart_prefill(why)
+            self._restart_prefill(why, broken=broken)
         # A Tokenyard decode engine already has the request, notices the failure, and computes the prompt.
 
-    def _restart_prefill(self, why: str) -> None:
+    def _restart_prefill(self, why: str, *, broken: bool = True) -> None:
         self._head = None
-        self._retry_elsewhere(why)
+        self._retry_elsewhere(why, broken=broken)
 
     def _refused(self, status: int, body: bytes) -> None:
         """The prefill worker refused the request. Another one would refuse it too, unless this one was only overloaded.
@@ -273,7 +276,7 @@ class DisaggExchange(Exchange):
             self._drop_upstream()
             self._router.retry(self)
         elif retryable:
-            self.prefill_failed(f"the prefill worker answered {status}")
+            self.prefill_failed(f"the prefill worker answered {status}", broken=False)
         else:
             self._drop_upstream()
             self._close()

@@ -183,7 +183,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
             return None
         if head.status == ID_IN_USE and self.tries > 1:
             router.refused(target, head.status)
-            self._retry_elsewhere("the worker still has an earlier try")
+            self._retry_elsewhere("the worker still has an earlier try", broken=False)
             return None
         if head.status in RETRYABLE and router.machine.may_retry(self):
             router.refused(target, head.status)
@@ -343,8 +343,8 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         """Whether another worker, or the same one later, may answer otherwise."""
         return status in RETRYABLE or (status == ID_IN_USE and self.tries > 1)
 
-    def _retry_elsewhere(self, why: str) -> None:
-        """The target failed before the client got anything of its response."""
+    def _retry_elsewhere(self, why: str, *, broken: bool = True) -> None:
+        """The target failed before the client got anything of its response; `broken` if it did not answer."""
         if self.over:
             return
         self._held = b""
@@ -352,7 +352,7 @@ class Exchange(OpenRequest, ClientHandler, ResponseReader):
         if self._started:
             self._retry_continuation(why)
             return
-        if self._router.machine.may_retry(self):
+        if self._router.machine.may_retry(self, broken=broken):
             self._router.retry(self)
             return
         log.warning("a request failed after %d tries: %s", self.tries, why)

@@ -232,9 +232,16 @@ class Dispatcher(Generic[W, R]):
         since = request.interrupted_ns
         return since is not None and now - since < self.settings.queue_timeout_s * NS_PER_S
 
-    def may_retry(self, request: R) -> bool:
-        """Take one retry from the budget; False if the budget or the retries of this request are used up."""
-        if request.tries > self.settings.max_retries or self._retry_tokens < 1.0:
+    def may_retry(self, request: R, *, broken: bool = False) -> bool:
+        """Take one retry from the budget; False if the budget or the retries of this request are used up.
+
+        The first one after a `broken` connection is free: a worker that dies loses all its requests at once.
+        """
+        if request.tries > self.settings.max_retries:
+            return False
+        if broken and request.tries == 1:
+            return True
+        if self._retry_tokens < 1.0:
             return False
         self._retry_tokens -= 1.0
         return True

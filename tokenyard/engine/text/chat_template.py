@@ -1,8 +1,8 @@
 """Chat templates: Jinja source that turns a list of messages into a prompt, rendered as HF transformers does.
 
 Templates come with a model and are untrusted code: they run in Jinja's immutable sandbox, and `render_with_timeout`
-ends one that takes too long or writes too much. What the sandbox cannot interrupt is a single huge operation inside one
-expression (such as multiplying a string by a billion).
+ends one that takes too long or writes too much. What it cannot interrupt is a single operation inside an expression, so
+products and powers of a size that no prompt has are refused.
 """
 
 import asyncio
@@ -10,16 +10,19 @@ import ctypes
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
 
 from tokenyard.base import ConfigError, ContextLengthError, InvalidRequestError
 from tokenyard.engine.text.chat_messages import (
@@ -38,6 +41,7 @@ MARK = "<<the last message ends here>> "
 """Ends with a space, which shows whether the template trims content."""
 
 MAX_PROMPT_CHARS = 64_000_000
+MAX_INTEGER_BITS = 100_000
 RENDER_TIMEOUT_S = 10.0
 
 
@@ -75,10 +79,32 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, without products and powers that take long: they run in C, where no deadline ends them.
+
+    Jinja does not compute what is intercepted while it compiles.
+    """
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    @override
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits, more = left.bit_length(), right.bit_length()
+            if (bits * right if operator == "**" else bits + more) > MAX_INTEGER_BITS:
+                raise SecurityError("a number in it is too large")
+        elif operator == "*" and max(_repeated(left, right), _repeated(right, left)) > MAX_PROMPT_CHARS:
+            raise SecurityError("a repetition in it is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeated(value: Any, times: Any) -> int:
+    """Length of a sequence that is repeated; 0 where that is no repetition."""
+    return len(value) * times if isinstance(value, Sized) and isinstance(times, int) else 0
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
