@@ -1,6 +1,7 @@
 """A model in a GGUF file is the model that its folder held: numbers, tokens, template and ends."""
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,7 +140,10 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path):
     path = tmp_path / "demo.gguf"
     write_gguf(DEMO_MODEL, path)
     data = path.read_bytes()
+    key = b"tokenizer.ggml.tokens" + struct.pack("<II", 9, 8)
+    count = data.index(key) + len(key)
     for name, content, says in (
+        ("count.gguf", data[:count] + struct.pack("<Q", 2**60) + data[count + 8 :], "reaches beyond its end"),
         ("cut.gguf", data[: len(data) // 2], "is damaged, cut off"),
         ("head.gguf", data[:40], "is damaged, cut off"),
         ("other.gguf", b"PK\x03\x04" * 40, "is damaged, cut off or no GGUF"),

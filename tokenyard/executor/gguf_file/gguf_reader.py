@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.gguf_file.header_check import check_header
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -41,6 +42,7 @@ class GgufFile:
             raise ConfigError("reading a GGUF file needs the gguf package: pip install 'tokenyard[gguf]'") from error
         self.path = path
         try:
+            check_header(path)
             self._reader = GGUFReader(path)
             self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         except Exception as error:  # the package raises whatever numpy does on what it did not expect
