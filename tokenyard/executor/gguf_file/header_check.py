@@ -13,8 +13,6 @@ SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 STRING, ARRAY = 8, 9
 MAX_DEPTH = 4
 """Of arrays in arrays."""
-BIG_ENDIAN = 0xFFFF
-"""Versions from here on are those of the other order of bytes."""
 
 
 def check_header(path: Path) -> None:
@@ -33,7 +31,8 @@ class _Walk:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self.at = data, 4  # behind the magic number
         self._order = "<"
-        if self.number("I") > BIG_ENDIAN:
+        # As the package has it: a small version in the other order of bytes.
+        if not self.number("I") & 0xFFFF:
             self._order = ">"
 
     def header(self) -> None:
