@@ -1,5 +1,5 @@
 """Walks the header of a GGUF file before the gguf package reads it. The package believes each count, and goes on past
-the end of a file: a length with a flipped bit keeps it busy for hours.
+the end of a file: a length with a flipped bit keeps it busy without end.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
