@@ -10,6 +10,7 @@ log-structured stores (Rosenblum and Ousterhout, "The design and implementation 
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import struct
@@ -27,10 +28,12 @@ from tokenyard.base.blocks import DIGEST_BYTES, touch_all
 from tokenyard.base.decode_errors import DECODE_ERRORS
 from tokenyard.kv_store.store import Block, BlockFormat, StoreCounters, StoreFullError, block_checksum, padded
 
+logger = logging.getLogger(__name__)
+
 MAGIC, SLOT_MAGIC = b"TYKVSLAB", b"SLOT"
 VERSION = 1
 FILE_HEAD = struct.Struct("<8sII8s")
-"""Magic, version, length of the JSON that follows, digest of that JSON."""
+"""Magic, version, length of the JSON that follows, digest (`_check_head`)."""
 FILE_HEAD_BYTES = 4096
 SLOT_HEAD = struct.Struct("<4sI16sQQ")
 """Magic, padding, digest of the block, sequence (larger is younger), checksum of its bytes."""
@@ -256,7 +259,7 @@ class SlabStore:
         fd = os.open(self._path(number), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             body = msgspec.json.encode(self._form)
-            head = FILE_HEAD.pack(MAGIC, VERSION, len(body), _check(body)) + body
+            head = FILE_HEAD.pack(MAGIC, VERSION, len(body), _check_head(VERSION, body)) + body
             os.ftruncate(fd, 0)
             _write_all(fd, head.ljust(FILE_HEAD_BYTES, b"\0"), 0)
         except OSError:
@@ -271,8 +274,12 @@ class SlabStore:
         # Check all slabs before changing any.
         for number in numbers:
             self._files[number] = os.open(self._path(number), os.O_RDWR)
-            if not self._is_ours(number):
-                self.counters.damaged += 1
+        for number in [number for number in numbers if not self._is_ours(number)]:
+            self.counters.damaged += 1
+            os.close(self._files.pop(number))
+            # On a full disk the engine starts all the same, without the room of this slab.
+            with _unless_full():
+                self._files[number] = self._new_file(number)
         for number in self._files:
             self._scan(number, found)
         found.sort()
@@ -287,31 +294,30 @@ class SlabStore:
         self.counters.found = len(self._index)
 
     def _is_ours(self, number: int) -> bool:
-        """Check the header of a slab; False, and the slab is created again, if it has none.
+        """Check the header of a slab; False if it has none or a damaged one, so that the slab is to be created again.
 
         Raises ConfigError for a slab of another model or a newer version, and for a file that is not a slab.
         """
         path, fd = self._path(number), self._files[number]
         head = os.pread(fd, FILE_HEAD_BYTES, 0)
         if len(head) < FILE_HEAD_BYTES or not head.strip(b"\0"):
-            os.close(self._files.pop(number))
-            # On a full disk the engine starts all the same, without the room of this slab.
-            with _unless_full():
-                self._files[number] = self._new_file(number)
             return False
         magic, version, length, check = FILE_HEAD.unpack_from(head)
         body = head[FILE_HEAD.size : FILE_HEAD.size + length]
+        whole = check == _check_head(version, body)
         advice = "give another --hicache-storage-dir, or delete the file"
-        if magic != MAGIC:
+        if magic != MAGIC and not whole:
             raise ConfigError(f"{path} is no slab of KV; {advice}")
+        if magic != MAGIC or not whole:
+            # Ours, with wrong bits. Whose KV it holds is not known, and a cache is no reason not to start.
+            logger.warning("%s is a slab whose header is damaged; its blocks are dropped", path)
+            return False
         if version > VERSION:
             raise ConfigError(f"{path} is a slab of version {version}, and this is version {VERSION}; {advice}")
         try:
-            form = msgspec.json.decode(body, type=BlockFormat) if check == _check(body) else None
+            form = msgspec.json.decode(body, type=BlockFormat)
         except DECODE_ERRORS:
-            form = None
-        if form is None:
-            raise ConfigError(f"{path} is a slab whose header is damaged; {advice}")
+            raise ConfigError(f"{path} is a slab that names no model; {advice}") from None
         if form != self._form:
             differ = [name for name in form.__struct_fields__ if getattr(form, name) != getattr(self._form, name)]
             shown = ", ".join(f"{name} {getattr(form, name)}, here {getattr(self._form, name)}" for name in differ)
@@ -394,6 +400,11 @@ def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 def _check(data: bytes) -> bytes:
     return blake2b(data, digest_size=CHECK_BYTES).digest()
+
+
+def _check_head(version: int, body: bytes) -> bytes:
+    """Digest in a slab's header. From version 2 on it covers the version, so that a wrong bit is no newer version."""
+    return _check(body if version <= 1 else version.to_bytes(4, "little") + body)
 
 
 def _parse_slot(head: bytes | bytearray) -> tuple[bytes, int, int] | None:
