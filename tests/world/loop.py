@@ -19,18 +19,38 @@ from tests.world.network import Network, Process
 current: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
-class _Call(asyncio.TimerHandle):
-    """Something that is called now or later, in a process; None for what belongs to no process."""
+class _Call:
+    """Something that is called now or later, in a process; None for what belongs to no process. A handle of asyncio's,
+    without what worlds do not need, as they make thousands for each second that they simulate.
+    """
 
-    __slots__ = ("process",)
+    __slots__ = ("_args", "_callback", "_context", "_loop", "_when", "is_cancelled", "process")
 
-    def __init__(self, when: float, callback: Any, args: Any, loop: Any, context: Any) -> None:
-        super().__init__(when, callback, args, loop, context)
+    def __init__(self, when: float, callback: Any, args: Any, loop: Any, context: contextvars.Context | None) -> None:
+        self._when, self._callback, self._args, self._loop = when, callback, args, loop
+        self._context = contextvars.copy_context() if context is None else context
+        self.is_cancelled = False
         self.process = self._context.get(current)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._callback = self._args = None
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self._when
 
     def run(self) -> None:
         """Call it; what it raises goes to the loop's handler."""
-        self._run()
+        try:
+            self._context.run(self._callback, *self._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            message = f"Exception in callback {self._callback!r}"
+            self._loop.call_exception_handler({"message": message, "exception": error})
 
 
 class WorldLoop(asyncio.BaseEventLoop):
@@ -89,23 +109,23 @@ class WorldLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run what is ready; if nothing is, time passes."""
         ready, due = self._ready, self._due
-        while due and due[0][2].cancelled():
-            heapq.heappop(due)
         if not ready:
+            while due and due[0][2].is_cancelled:
+                heapq.heappop(due)
             if not due:
                 raise AssertionError("the world is stuck: nothing is scheduled")
             self._clock.advance_to(due[0][0])
-        while due and due[0][0] <= self._clock.now_ns:
+        now_ns = self._clock.now_ns
+        while due and due[0][0] <= now_ns:
             ready.append(heapq.heappop(due)[2])
         for _ in range(len(ready)):
             call = ready.popleft()
-            if call.cancelled():
+            process = call.process
+            if call.is_cancelled or not (process is None or process.alive or process.stopped):
                 continue
-            if call.process is None:
-                call.run()
-            elif call.process.stopped:
-                call.process.held.append(call)
-            elif call.process.alive:
+            if process is not None and process.stopped:
+                process.held.append(call)
+            else:
                 call.run()
 
     def resume(self, process: Process) -> None:
@@ -114,7 +134,7 @@ class WorldLoop(asyncio.BaseEventLoop):
         self._ready.extend(process.held)
         process.held.clear()
 
-    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> _Call:
         call = _Call(0.0, callback, args, self, context)
         if not self.over:
             self._ready.append(call)
@@ -122,9 +142,7 @@ class WorldLoop(asyncio.BaseEventLoop):
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def call_at(
-        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> _Call:
         call = _Call(when, callback, args, self, context)
         if not self.over:
             due = math.ceil(when * NS)
@@ -132,13 +150,8 @@ class WorldLoop(asyncio.BaseEventLoop):
             heapq.heappush(self._due, (due if due / NS >= when else due + 1, next(self._order), call))
         return call
 
-    def call_later(
-        self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> _Call:
         return self.call_at(self._clock.now_ns / NS + delay, callback, *args, context=context)
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
         """Run the work at once: threads of a pool would depend on real time."""

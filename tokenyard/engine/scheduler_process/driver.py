@@ -102,6 +102,7 @@ class Driver:
         """The order of the attachments is the order in which they see requests. Who made them closes them."""
         self._scheduler = scheduler
         self._executor = executor
+        self._distributed = executor if isinstance(executor, DistributedExecutor) else None
         self._port = port
         self._log = log
         self._state = state
@@ -334,11 +335,11 @@ class Driver:
 
     def _counters(self, now: int) -> dict[str, Any]:
         """The scheduler's snapshot, with the state of guards and attachments."""
-        counters = asdict(self._snapshot())
+        counters: dict[str, Any] = msgspec.to_builtins(self._snapshot())
         given_up = counters["policy_failure"] and f"using fcfs: {counters['policy_failure']}"
         counters["policy_note"] = self._policy_note or counters["policy_note"] or given_up
-        if isinstance(self._executor, DistributedExecutor):
-            counters["tp_ranks"] = {f"rank {self._rank}": self._executor.describe_ranks()}
+        if self._distributed is not None:
+            counters["tp_ranks"] = {f"rank {self._rank}": self._distributed.describe_ranks()}
         for describe in self._hooks.describe:
             counters |= describe(now)
         return counters
