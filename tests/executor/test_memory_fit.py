@@ -113,6 +113,12 @@ def test_the_pool_counts_by_its_tokens(checkpoint):
     assert large.weights == small.weights > 0
 
 
+def test_what_loading_refuses_is_refused_before(checkpoint):
+    """`doctor` counts memory, and says of no flags that a server starts with them where it does not."""
+    with pytest.raises(ConfigError, match="context_length is 1000000"):
+        memory_need(str(checkpoint), **OPTIONS | {"context_length": 1_000_000})
+
+
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_fit, "CGROUP", tmp_path)
     whole = free_memory()

@@ -14,23 +14,19 @@ from tokenyard.executor.attention.hybrid import HybridAttention, HybridFusedKvWr
 from tokenyard.executor.attention.reference import GatherAttention
 from tokenyard.executor.attention.triton.available import interpreted
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
-from tokenyard.executor.formats.converted import WeightsMemory
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.kv_pool import KV_BYTES, SCALE_BYTES, KvPool
-from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.model_backend import ModelBackend, TorchModel
 from tokenyard.executor.native.attention import NativeAttention
 from tokenyard.executor.native.library import NoLibraryError, load_library
 from tokenyard.executor.native.model import NativeDecoder, NativeModel
-from tokenyard.executor.native.moe import NativeMoe
 from tokenyard.executor.native.runtime import MAX_HEAD_DIM, NativeRuntime, choose_threads, why_not
 from tokenyard.executor.native.sampling import NativeSamplingBackend
 from tokenyard.executor.plan_inputs import PlanInputs, prepare_by_torch
 from tokenyard.executor.sampling.top_k_top_p import SamplingBackend, likeliest
-from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -241,35 +237,6 @@ def torch_layers(model_impl: str, flag: str) -> str:
     if model_impl == "native":
         raise ConfigError(f"--model-impl native computes whole steps and cannot be used with {flag}; leave it out")
     return "torch"
-
-
-def load_layers(
-    choice: BackendChoice,
-    config: ModelConfig,
-    weights: Weights,
-    device: torch.device,
-    dtype: torch.dtype,
-    context_length: int,
-    tp_comm: TensorParallelComm | None = None,
-    memory: WeightsMemory | None = None,
-) -> Decoder | NativeDecoder:
-    """Load a model's weights into the layers of the chosen backend. tp_comm: see Decoder; memory: see NativeDecoder.
-
-    Raises ConfigError if a tensor is missing or has the wrong shape.
-    """
-    if choice.engine is not None and choice.native_model:
-        return NativeDecoder(
-            choice.engine,
-            config,
-            weights,
-            dtype,
-            context_length,
-            int8=choice.int8,
-            kv_dtype=choice.kv_dtype,
-            memory=memory,
-        )
-    experts = None if choice.engine is None else partial(NativeMoe, choice.engine, dtype)
-    return Decoder(config, weights, device, context_length, tp_comm, experts)
 
 
 def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvPool, pages: PageTable) -> ModelBackend:

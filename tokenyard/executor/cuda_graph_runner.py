@@ -7,7 +7,7 @@ and a batch between two captured sizes is padded with rows, or tokens, that writ
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -335,27 +335,3 @@ def why_not(
         "adapters are counted on the host without Triton's kernels": adapters,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-@torch.inference_mode()
-def capture_graphs(
-    model: TorchModel,
-    config: ModelConfig,
-    sizes: Sequence[int],
-    device: torch.device,
-    adapters: TorchLoraPool | None,
-    plans: PlanInputs,
-    max_tokens: int,
-    states: StatePool | None,
-    *,
-    divided: bool,
-) -> CudaGraphRunner:
-    """Capture a model's decodes for batches up to the smallest of `sizes`, and others of up to `max_tokens` tokens.
-
-    Raises ConfigError without memory.
-    """
-    record = CudaGraphCapturer(device)
-    plans_of_one = None if divided else plans
-    return CudaGraphRunner(
-        model, config, min(sizes), device, record, adapters, plans_of_one, max_tokens, states, divided=divided
-    )

@@ -3,13 +3,14 @@
 import hashlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from tokenyard.base import ConfigError
 from tokenyard.base.version import __version__
-from tokenyard.executor.backend_choice import BITS_ON_LOAD, BackendChoice, load_layers
+from tokenyard.executor.backend_choice import BITS_ON_LOAD
 from tokenyard.executor.distributed.partition import ModelPartition
 from tokenyard.executor.formats.converted import (
     BESIDE,
@@ -23,7 +24,15 @@ from tokenyard.executor.formats.unpacked import UnpackedMatrices
 from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
 from tokenyard.executor.hf_hub import resolve_model_path
-from tokenyard.executor.load_options import LoadOptions, backends_for, choose_dtype
+from tokenyard.executor.layers.parallel import TensorParallelComm
+from tokenyard.executor.load_options import (
+    LoadOptions,
+    LoadSpec,
+    backends_for,
+    choose_context_length,
+    choose_dtype,
+    refuse_unsupported,
+)
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.draft_head import draft_head_names
@@ -31,6 +40,7 @@ from tokenyard.executor.models.hf_config import read_model_config
 from tokenyard.executor.models.stacked_params import checkpoint_weights, cut_out
 from tokenyard.executor.native.build import library_name
 from tokenyard.executor.native.model import NativeDecoder
+from tokenyard.executor.native.moe import NativeMoe
 from tokenyard.executor.weights import DummyWeights, SafetensorsFile, SafetensorsWeights, Weights, read_json
 
 logger = logging.getLogger(__name__)
@@ -42,65 +52,79 @@ def read_folder_config(folder: Path) -> ModelConfig:
     return read_model_config(read_json(folder / "config.json"), read_json(generation) if generation.exists() else None)
 
 
+def read_spec(
+    folder: Path, given: LoadOptions, device: torch.device, part: ModelPartition | None = None, sharing: int = 1
+) -> LoadSpec:
+    """Read the config of the model in `folder` and choose what the options leave open; see LoadSpec.
+
+    Raises ConfigError for options and models that do not fit.
+    """
+    whole = read_folder_config(folder)
+    refuse_unsupported(whole, given, part)
+    config = whole if part is None else part.config(whole)
+    dtype = choose_dtype(given.dtype, device, config)
+    length = choose_context_length(given.context_length, config)
+    choice = backends_for(given, config, dtype, device)
+    return LoadSpec(folder, given, part, whole, config, device, dtype, length, choice, sharing)
+
+
 @torch.inference_mode()
-def load_folder(
-    choice: BackendChoice,
-    config: ModelConfig,
-    folder: Path,
-    given: LoadOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    context_length: int,
-    part: ModelPartition | None,
-    updates: tuple[SafetensorsFile, ...] | None = None,
-) -> Decoder | NativeDecoder:
-    """Load the weights in `folder`. updates: given for weights that replace those in use; see SafetensorsWeights."""
-    if given.load_format not in ("auto", "safetensors", "dummy"):
-        raise ConfigError(f"load_format {given.load_format!r} is unknown; use auto, safetensors or dummy")
+def load_folder(spec: LoadSpec, updates: tuple[SafetensorsFile, ...] | None = None) -> Decoder | NativeDecoder:
+    """Load a model's weights into layers.
+
+    updates: given for weights that replace those in use; see SafetensorsWeights. Raises ConfigError.
+    """
+    part, load_format = spec.part, spec.given.load_format
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise ConfigError(f"load_format {load_format!r} is unknown; use auto, safetensors or dummy")
     try:
         unpacked = UnpackedMatrices()
-        weights, files = _open_weights(config, folder, given, device, dtype, unpacked, updates)
+        weights, files = _open_weights(spec, unpacked, updates)
         if part is not None:
-            weights = part.weights(weights, config)
-            config = part.config(config)
-        tp_comm = part.tp_comm if part is not None else None
-
-        def load(memory: WeightsMemory | None) -> Decoder | NativeDecoder:
-            return load_layers(choice, config, weights, device, dtype, context_length, tp_comm, memory)
-
+            weights = part.weights(weights, spec.whole)
+        load = partial(load_layers, spec, weights, None if part is None else part.tp_comm)
         # Converted files are made of the checkpoint, not of what replaces it.
-        if updates is None:
-            layers, mapped = _load_converted(load, choice, folder, given, dtype)
-        else:
-            layers, mapped = load(None), False
+        layers = _load_converted(load, spec) if updates is None else None
+        if not (mapped := layers is not None):
+            layers = load()
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
+        raise ConfigError(f"the weights in {spec.folder} do not fit the free memory of {spec.device}") from error
     # Of a model whose weights are mapped, the matrices of the checkpoint are not read.
     if files is not None and not mapped and (part is None or part.takes_all):
-        names = draft_head_names(config)
+        names = draft_head_names(spec.config)
         files.warn_unused(() if names is None else (names.layer,))
     unpacked.log()
     return layers
 
 
-def _load_converted(
-    load: Callable[[WeightsMemory | None], Decoder | NativeDecoder],
-    choice: BackendChoice,
-    folder: Path,
-    given: LoadOptions,
-    dtype: torch.dtype,
-) -> tuple[Decoder | NativeDecoder, bool]:
-    """Load a model, from its converted file where there is one that fits. Returns whether it was."""
-    path = converted_path(folder)
-    if not choice.native_model or given.load_format == "dummy" or not path.exists():
-        return load(None), False
+def load_layers(
+    spec: LoadSpec, weights: Weights, tp_comm: TensorParallelComm | None = None, memory: WeightsMemory | None = None
+) -> Decoder | NativeDecoder:
+    """Load a model's weights into the layers of the chosen backend. tp_comm: see Decoder; memory: see NativeDecoder.
+
+    Raises ConfigError if a tensor is missing or has the wrong shape.
+    """
+    choice, config, dtype, length = spec.choice, spec.config, spec.dtype, spec.context_length
+    if choice.engine is not None and choice.native_model:
+        return NativeDecoder(
+            *(choice.engine, config, weights, dtype, length), int8=choice.int8, kv_dtype=choice.kv_dtype, memory=memory
+        )
+    experts = None if choice.engine is None else partial(NativeMoe, choice.engine, dtype)
+    return Decoder(config, weights, spec.device, length, tp_comm, experts)
+
+
+def _load_converted(load: Callable[..., Decoder | NativeDecoder], spec: LoadSpec) -> Decoder | NativeDecoder | None:
+    """Load a model from its converted file; None where there is none that fits."""
+    path = converted_path(spec.folder)
+    if not spec.choice.native_model or spec.given.load_format == "dummy" or not path.exists():
+        return None
     try:
-        found = load(ConvertedFile(path, _facts(choice, folder, dtype, given.quantization), folder))
+        found = load(memory=ConvertedFile(path, _facts(spec), spec.folder))
     except UnusableFileError as error:
         logger.warning("%s; it is ignored", error.message)
-        return load(None), False
+        return None
     logger.info("weights are mapped from %s", path)
-    return found, True
+    return found
 
 
 def converted_path(folder: Path) -> Path:
@@ -116,18 +140,15 @@ def convert_weights(model_path: str, dtype: str, quantization: str, threads: int
     dtype, quantization, threads: see LoadOptions. Memory is bounded, as the file is mapped while it is written. Returns
     its path and bytes. Raises ConfigError, in one line.
     """
-    given = LoadOptions(device="cpu", dtype=dtype, quantization=quantization, threads=threads, model_impl="native")
-    folder, device = resolve_model_path(model_path), torch.device("cpu")
-    config = read_folder_config(folder)
-    kind = choose_dtype(dtype, device, config)
-    choice = backends_for(given, config, kind, device)
-    path = converted_path(folder)
-    writer = ConvertedFileWriter(path, _facts(choice, folder, kind, quantization), folder)
+    given = LoadOptions(dtype=dtype, quantization=quantization, threads=threads, model_impl="native", context_length=1)
+    spec = read_spec(resolve_model_path(model_path), given, torch.device("cpu"))
+    path = converted_path(spec.folder)
+    writer = ConvertedFileWriter(path, _facts(spec), spec.folder)
     unpacked = UnpackedMatrices()
     try:
         with torch.inference_mode():
-            weights, _ = _open_weights(config, folder, given, device, kind, unpacked, None)
-            load_layers(choice, config, weights, device, kind, 1, memory=writer)
+            weights, _ = _open_weights(spec, unpacked)
+            load_layers(spec, weights, memory=writer)
         size = writer.finish()
     finally:
         writer.discard()
@@ -135,33 +156,28 @@ def convert_weights(model_path: str, dtype: str, quantization: str, threads: int
     return path, size
 
 
-def _facts(choice: BackendChoice, folder: Path, dtype: torch.dtype, quantization: str) -> dict[str, str]:
+def _facts(spec: LoadSpec) -> dict[str, str]:
     """What decides the bytes of a converted file, beside the checkpoint's."""
-    assert choice.engine is not None
+    assert spec.choice.engine is not None
     return {
         # Python decides bytes too: it reads, reorders and quantizes what the kernels lay out.
         "kernels": f"{library_name()} of {__version__}",
-        "instructions": choice.engine.name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "quantization": quantization,
-        "config": hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16).hexdigest(),
+        "instructions": spec.choice.engine.name,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "quantization": spec.given.quantization,
+        "config": hashlib.blake2b((spec.folder / "config.json").read_bytes(), digest_size=16).hexdigest(),
     }
 
 
 def _open_weights(
-    config: ModelConfig,
-    folder: Path,
-    given: LoadOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    unpacked: UnpackedMatrices,
-    updates: tuple[SafetensorsFile, ...] | None = None,
+    spec: LoadSpec, unpacked: UnpackedMatrices, updates: tuple[SafetensorsFile, ...] | None = None
 ) -> tuple[Weights, SafetensorsWeights | None]:
     """The tensors of a model, and the files that they come from if those are safetensors."""
+    folder, config, device, dtype = spec.folder, spec.whole, spec.device, spec.dtype
     files: SafetensorsWeights | None = None
     weights: Weights
-    if given.load_format == "dummy" and updates is None:
-        weights = DummyWeights(device, dtype, given.seed)
+    if spec.given.load_format == "dummy" and updates is None:
+        weights = DummyWeights(device, dtype, spec.given.seed)
     elif (folder / LINK).exists():
         if updates:
             raise ConfigError("tensors of a GGUF model cannot be replaced one by one; update it from disk")
@@ -172,5 +188,5 @@ def _open_weights(
     else:
         files = SafetensorsWeights(folder, device, dtype, updates or (), finite=updates is not None)
         weights = checkpoint_weights(config, files, unpacked)
-    bits = BITS_ON_LOAD.get(given.quantization)
+    bits = BITS_ON_LOAD.get(spec.given.quantization)
     return (weights if bits is None else QuantizedOnLoad(weights, bits)), files

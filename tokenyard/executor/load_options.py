@@ -1,6 +1,7 @@
 """How a model is loaded: the options, and what they mean for a model and a device."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -89,6 +90,40 @@ class LoadOptions:
     nodes: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """What is known of a load before it reads weights.
+
+    folder: the checkpoint.
+    given: the options.
+    part: which part of the model is loaded, None for all.
+    whole: the config of the whole model.
+    config: of the part.
+    device: computes it.
+    dtype: of weights and activations.
+    context_length: the most tokens of a row.
+    choice: the backends.
+    sharing: how many ranks share the device's memory.
+    draft: the config of the layers that draft, None without.
+    """
+
+    folder: Path
+    given: LoadOptions
+    part: ModelPartition | None
+    whole: ModelConfig
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    choice: BackendChoice
+    sharing: int = 1
+    draft: ModelConfig | None = None
+
+    def again(self, folder: Path) -> "LoadSpec":
+        """The same model from another checkpoint, loaded while steps run."""
+        return replace(self, folder=folder, choice=self.choice.for_another_thread())
+
+
 def with_torch_layers(given: LoadOptions, part: ModelPartition | None) -> LoadOptions:
     """Return the options, with torch's layers where whole native steps do not serve: ranks exchange tensors within a
     step, and a draft head reads hidden states, and the embedding and the head of the model.
@@ -128,3 +163,25 @@ def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.
 def cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16 or AMX)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def choose_context_length(wanted: int | None, config: ModelConfig) -> int:
+    """Return the most tokens of a row: the model's context unless a shorter one is wanted. Raises ConfigError."""
+    if wanted is None:
+        return config.context_length
+    if not 1 <= wanted <= config.context_length:
+        raise ConfigError(f"context_length is {wanted}; this model's is {config.context_length}, choose at most that")
+    return wanted
+
+
+def refuse_unsupported(config: ModelConfig, given: LoadOptions, part: ModelPartition | None) -> None:
+    """Raise ConfigError for what does not work with the layers of some families."""
+    if part is not None and config.special_layers:
+        raise ConfigError(
+            f"models with {config.special_layers} do not support --tp-size, --pp-size and --enable-dp-attention; start"
+            " without them"
+        )
+    if given.lora_slots and (config.latent is not None or config.kv_sources):
+        raise ConfigError(
+            f"models with {config.special_layers} do not support LoRA adapters; start without --enable-lora"
+        )

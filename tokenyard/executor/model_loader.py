@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,25 @@ import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo, StateGroup
 from tokenyard.base.protocols import MAX_STATE_SAVES
-from tokenyard.executor.backend_choice import BackendChoice, make_model, make_sampling_backend, plan_inputs
+from tokenyard.executor.backend_choice import make_model, make_sampling_backend, plan_inputs
 from tokenyard.executor.cuda_devices import choose_device, prepare_cuda
 from tokenyard.executor.cuda_graph_runner import (
     DEFAULT_MAX_CAPTURE_BS,
+    CudaGraphCapturer,
+    CudaGraphRunner,
     capture_batch_sizes,
     capture_buckets,
-    capture_graphs,
 )
-from tokenyard.executor.cuda_graph_runner import why_not as why_not_record
+from tokenyard.executor.cuda_graph_runner import why_not as why_not_captured
 from tokenyard.executor.device_memory import device_memory, step_bytes
 from tokenyard.executor.distributed.partition import ModelPartition
-from tokenyard.executor.draft_loader import draft_config, draft_weight_bytes, load_draft_layers, make_drafter
+from tokenyard.executor.draft_loader import (
+    DraftLayers,
+    draft_config,
+    draft_weight_bytes,
+    load_draft_layers,
+    make_drafter,
+)
 from tokenyard.executor.draft_model import ModelDrafter
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.future_map import FutureMap
@@ -35,8 +43,8 @@ from tokenyard.executor.kv_pool import (
     kv_bytes_per_token,
     make_pool,
 )
-from tokenyard.executor.layer_loader import load_folder, read_folder_config
-from tokenyard.executor.load_options import LoadOptions, backends_for, choose_dtype, with_torch_layers
+from tokenyard.executor.layer_loader import load_folder, read_folder_config, read_spec
+from tokenyard.executor.load_options import LoadOptions, LoadSpec, with_torch_layers
 from tokenyard.executor.lora_manager import MIN_KERNEL_TOKENS, LoraManager, LoraMemoryPool, TorchLoraPool
 from tokenyard.executor.memory_fit import MemoryNeed, activation_bytes, describe_formats, free_memory, weight_bytes
 from tokenyard.executor.models.config import ModelConfig
@@ -46,11 +54,29 @@ from tokenyard.executor.native.lora import NativeLoraPool
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.plan_inputs import PlanInputs
 from tokenyard.executor.runner import ModelExecutor
+from tokenyard.executor.sampling.top_k_top_p import SamplingBackend
 from tokenyard.executor.state_pool import PagedCheckpoints, StatePool, state_bytes
 from tokenyard.executor.warm_up import warm_up
 from tokenyard.executor.weight_updates import Checkpoint, LoadedModel, WeightUpdates
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepMemory:
+    """What the steps of an executor read and write besides weights, which change over it.
+
+    pool, states: of KV and of recurrent states, None for a model without.
+    pages: the page table.
+    sampling_backend: see ModelExecutor.
+    inputs: how captured steps begin and end.
+    """
+
+    pool: KvPool
+    states: StatePool | None
+    pages: PageTable
+    sampling_backend: SamplingBackend | None
+    inputs: PlanInputs
 
 
 def load_executor(
@@ -69,126 +95,103 @@ def load_executor(
     Raises ConfigError, in one line, for options or models that do not fit.
     """
     given = with_torch_layers(LoadOptions(**options), part)
-    target, sharing = _prepare_device(given, part)
-    folder = resolve_model_path(model_path)
-    config = whole = read_folder_config(folder)
-    refuse_unsupported(whole, given, part)
-    if part is not None:
-        config = part.config(whole)
-    kind = choose_dtype(given.dtype, target, config)
-    length = _context_length(given.context_length, config)
-    choice = backends_for(given, config, kind, target)
-    drafts_from = draft_config(given, folder, config, length)
-    if target.type == "cpu" and part is None and given.load_format != "dummy":
-        need = _memory_need(folder, config, kind, choice, given, sharing, drafts_from)
-        free = free_memory()
+    device, sharing = _prepare_device(given, part)
+    spec = _resolve(model_path, given, device, part, sharing)
+    if device.type == "cpu" and part is None and given.load_format != "dummy":
+        need, free = _memory_need(spec), free_memory()
         logger.info("memory: %s", need.describe(free))
         need.check(free)
-
-    layers = load_folder(choice, whole, folder, given, target, kind, length, part)
-    adapters = _make_adapters(layers, config, given, target, kind, choice)
-    drafts = None
-    if drafts_from is not None:
-        # The pool takes what the weights of both leave free.
-        drafts = load_draft_layers(drafts_from, layers, folder, given, target, kind, length)
-    parted = part is None and drafts_from is None and 0 < max(config.windows) < length
-    ratio = given.swa_full_tokens_ratio if parted else 0.0
-    num_pages = choose_num_pages(
-        config,
-        draft_bytes_per_token=0 if drafts_from is None else kv_bytes_per_token(drafts_from, choice.kv_dtype),
-        page_size=given.page_size,
-        dtype=choice.kv_dtype,
-        device=target,
-        max_total_tokens=given.max_total_tokens,
-        mem_fraction_static=given.mem_fraction_static,
-        sharing=sharing,
-        window_ratio=ratio,
-        states=_state_bytes(config, given, kind),
-        reserved_bytes=_reserved_bytes(config, choice, given, target, kind, length, part, drafts_from),
-    )
-    num_pages, states = _choose_states(config, given, kind, choice.kv_dtype, num_pages)
-    info = ExecutorInfo(
-        model=model_path,
-        device=str(target),
-        dtype=str(kind).removeprefix("torch."),
-        vocab_size=config.vocab_size,
-        context_length=length,
-        eos_token_ids=config.eos_token_ids,
-        page_size=given.page_size,
-        num_pages=num_pages,
-        max_pool_rows=given.max_pool_rows,
-        kv_bytes_per_token=kv_bytes_per_token(whole, choice.kv_dtype),
-        kernels=choice.kernels,
-        adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
-        windows=choose_swa_pool(config, num_pages, given.page_size, ratio),
-        states=states,
-    )
+    layers = load_folder(spec)
+    adapters = _make_adapters(spec, layers)
+    # The pool takes what the weights of both leave free.
+    drafts = None if spec.draft is None else load_draft_layers(spec, layers)
+    info = _size_pools(model_path, spec, adapters)
     if part is not None:
         info = part.agree(info)
-    pool = make_pool(config, info, target, choice.kv_dtype, pool_memory)
-    pages = PageTable(given.max_pool_rows, length, given.page_size, target, windows=info.windows is not None)
-    sampling_backend = make_sampling_backend(choice, config)
-    inputs = plan_inputs(choice, pages, FutureMap(given.max_pool_rows, target), sampling_backend)
-    state_pool = _make_states(config, info, target, kind, pool)
-    recordable = target.type == "cuda" and not given.disable_cuda_graph
-
-    def backend_of(
-        choice: BackendChoice, layers: Decoder | NativeDecoder, adapters: LoraManager | None
-    ) -> ModelBackend:
-        model = make_model(choice, layers, pool, pages)
-        # Ranks of a divided model capture once they are connected.
-        if isinstance(model, TorchModel) and recordable and part is None:
-            return _recorded(model, config, choice, given, target, kind, adapters, inputs, state_pool, part)
-        return model
-
-    def load_again(checkpoint: Checkpoint) -> LoadedModel:
-        """Load other weights of the model, over the same KV pool."""
-        _check_same_model(whole, read_folder_config(checkpoint.folder), checkpoint.folder)
-        if target.type == "cpu":
-            _check_room(checkpoint.folder, kind, choice, given)
-        own = choice.for_another_thread()
-        # Memory that is resumed gets the weights of the start, from a converted file or at random as then.
-        updates = checkpoint.updates if checkpoint.digest else None
-        layers = load_folder(own, whole, checkpoint.folder, given, target, kind, length, part, updates)
-        adapters = _make_adapters(layers, config, given, target, kind, own)
-        draft_model = None if checkpoint.draft is None else load_draft_model_again(checkpoint.draft)
-        return LoadedModel(backend_of(own, layers, adapters), adapters, draft_model)
-
-    def load_draft_model_again(folder: Path) -> ModelBackend:
-        """Load other weights of the draft model, over its KV pool."""
-        if drafts is None or not isinstance(drafter := executor.drafter, ModelDrafter):
-            raise ConfigError(
-                "there is no draft model whose weights draft_model_path could change; leave it out, or start with"
-                " --speculative-algorithm STANDALONE"
-            )
-        _check_same_model(drafts.config, read_folder_config(folder), folder)
-        own, plain = drafts.choice.for_another_thread(), replace(given, quantization="none", deterministic=False)
-        layers = load_folder(own, drafts.config, folder, plain, target, kind, length, None, ())
-        return make_model(own, layers, drafter.pool, pages)
-
-    model = backend_of(choice, layers, adapters)
-    drafter = make_drafter(drafts, given, model, info, pages, target, choice.kv_dtype)
+    memory = _make_memory(spec, info, pool_memory)
+    model = _make_model(spec, layers, adapters, memory)
+    drafter = make_drafter(drafts, spec, model, info, memory.pages)
     executor = make(
-        *(model, pool, pages, info, target, drafter, sampling_backend, adapters),
-        state_pool,
+        *(model, memory.pool, memory.pages, info, device, drafter, memory.sampling_backend, adapters, memory.states)
     )
-    if part is not None and isinstance(model, TorchModel) and recordable:
-        divided = model
-
-        def capture() -> None:
-            executor.model = _recorded(divided, config, choice, given, target, kind, adapters, inputs, state_pool, part)
-
-        executor.capture = capture
+    if part is not None and isinstance(model, TorchModel):
+        executor.capture = partial(_capture_later, executor, spec, model, adapters, memory)
     if drafts is None or drafts.head is None:
-        own_rank = (part.rank, part.size) if part is not None and part.within_rank else (0, 1)
-        executor.weight_updates = WeightUpdates(folder, load_again, rank=own_rank[0], ranks=own_rank[1])
-    if target.type == "cuda" and part is None:
+        rank, ranks = (part.rank, part.size) if part is not None and part.within_rank else (0, 1)
+        load = partial(_load_again, spec, drafts, memory, executor)
+        executor.weight_updates = WeightUpdates(spec.folder, load, rank=rank, ranks=ranks)
+    if device.type == "cuda" and part is None:
         warm_up(executor)
     return executor
 
 
-def _check_same_model(now: ModelConfig, then: ModelConfig, folder: Path) -> None:
+def memory_need(model_path: str, **options: Any) -> tuple[MemoryNeed, str]:
+    """Return what a model takes on a CPU, by its config and the headers of its files, and what multiplies its matrices
+    (see describe_formats). Downloads it if it is not here.
+
+    options: see LoadOptions. Raises ConfigError; see load_executor.
+    """
+    given = with_torch_layers(LoadOptions(**options), None)
+    spec = _resolve(model_path, given, torch.device("cpu"), None, given.ranks)
+    native = spec.choice.engine if spec.choice.native_model else None
+    instructions = native.library.packed_instructions() if native else ""
+    return _memory_need(spec), describe_formats(spec.folder, instructions, given.quantization)
+
+
+def _resolve(
+    model_path: str, given: LoadOptions, device: torch.device, part: ModelPartition | None, sharing: int
+) -> LoadSpec:
+    """See LoadSpec."""
+    spec = read_spec(resolve_model_path(model_path), given, device, part, sharing)
+    return replace(spec, draft=draft_config(spec))
+
+
+def _make_model(
+    spec: LoadSpec, layers: Decoder | NativeDecoder, adapters: LoraManager | None, memory: _StepMemory
+) -> ModelBackend:
+    """The backend of a model, with captured steps where it is whole; ranks capture once they are connected."""
+    model = make_model(spec.choice, layers, memory.pool, memory.pages)
+    return _captured(spec, model, adapters, memory) if isinstance(model, TorchModel) and spec.part is None else model
+
+
+def _capture_later(
+    executor: ModelExecutor, spec: LoadSpec, model: TorchModel, adapters: LoraManager | None, memory: _StepMemory
+) -> None:
+    """See ModelExecutor.capture."""
+    executor.model = _captured(spec, model, adapters, memory)
+
+
+def _load_again(
+    spec: LoadSpec, drafts: DraftLayers | None, memory: _StepMemory, executor: ModelExecutor, checkpoint: Checkpoint
+) -> LoadedModel:
+    """Load other weights of a model over the same memory; see WeightUpdates. Raises ConfigError."""
+    _check_same_model(spec.whole, checkpoint.folder)
+    spec = spec.again(checkpoint.folder)
+    if spec.device.type == "cpu":
+        _check_room(spec)
+    # Memory that is resumed gets the weights of the start, from a converted file or at random as then.
+    layers = load_folder(spec, checkpoint.updates if checkpoint.digest else None)
+    adapters = _make_adapters(spec, layers)
+    draft_model = None if checkpoint.draft is None else _load_draft_again(drafts, executor, checkpoint.draft)
+    return LoadedModel(_make_model(spec, layers, adapters, memory), adapters, draft_model)
+
+
+def _load_draft_again(drafts: DraftLayers | None, executor: ModelExecutor, folder: Path) -> ModelBackend:
+    """Load other weights of the draft model over its KV pool. Raises ConfigError."""
+    drafter = executor.drafter
+    if drafts is None or not isinstance(drafter, ModelDrafter):
+        raise ConfigError(
+            "there is no draft model whose weights draft_model_path could change; leave it out, or start with"
+            " --speculative-algorithm STANDALONE"
+        )
+    _check_same_model(drafts.spec.whole, folder)
+    spec = drafts.spec.again(folder)
+    return make_model(spec.choice, load_folder(spec, ()), drafter.pool, executor.pages)
+
+
+def _check_same_model(now: ModelConfig, folder: Path) -> None:
     """Raise ConfigError if a checkpoint is of another model than the one that runs."""
+    then = read_folder_config(folder)
     for field in fields(now):
         ours, theirs = getattr(now, field.name), getattr(then, field.name)
         # Trainers often save no generation_config.json, which has further tokens that end an answer.
@@ -196,53 +199,109 @@ def _check_same_model(now: ModelConfig, then: ModelConfig, folder: Path) -> None
             raise ConfigError(f"{folder} is another model: its config.json means {field.name} {theirs}, not {ours}")
 
 
-def _check_room(folder: Path, dtype: torch.dtype, choice: BackendChoice, given: LoadOptions) -> None:
+def _check_room(spec: LoadSpec) -> None:
     """Raise ConfigError if a checkpoint does not fit next to the weights in use."""
-    quantization = given.quantization if choice.native_model else "none"
-    size, free = (
-        weight_bytes(folder, dtype.itemsize, native=choice.native_model, quantization=quantization),
-        free_memory(),
-    )
+    size, free = _weight_bytes(spec), free_memory()
     if size > free:
         raise ConfigError(
             f"the new weights take {size / 1e9:.2f} GB next to those in use, and {free / 1e9:.2f} GB are free"
         )
 
 
-def refuse_unsupported(config: ModelConfig, given: LoadOptions, part: ModelPartition | None) -> None:
-    """Raise ConfigError for what does not work with the layers of some families."""
-    if part is not None and config.special_layers:
-        raise ConfigError(
-            f"models with {config.special_layers} do not support --tp-size, --pp-size and --enable-dp-attention; start"
-            " without them"
-        )
-    if given.lora_slots and (config.latent is not None or config.kv_sources):
-        raise ConfigError(
-            f"models with {config.special_layers} do not support LoRA adapters; start without --enable-lora"
-        )
+def _weight_bytes(spec: LoadSpec, *, tied: bool = False) -> int:
+    """See weight_bytes."""
+    native = spec.choice.native_model
+    quantization = spec.given.quantization if native else "none"
+    return weight_bytes(spec.folder, spec.dtype.itemsize, native=native, quantization=quantization, tied=tied)
 
 
-def _state_bytes(config: ModelConfig, given: LoadOptions, dtype: torch.dtype) -> StateBytes | None:
+def _memory_need(spec: LoadSpec) -> MemoryNeed:
+    """What a model takes on a CPU."""
+    config, given = spec.config, spec.given
+    states = _state_bytes(spec) or StateBytes(0, 0.0)
+    per_token = kv_bytes_per_token(config, spec.choice.kv_dtype) + _draft_bytes_per_token(spec)
+    per_token = int(per_token * (1 + states.ratio))
+    return MemoryNeed(
+        _weight_bytes(spec, tied=config.tied_embeddings)
+        + draft_weight_bytes(given, spec.dtype.itemsize, native=spec.choice.native_model),
+        per_token * (given.max_total_tokens or default_cpu_tokens(per_token, spec.sharing)) + states.fixed_bytes,
+        activation_bytes(config.hidden_size, config.intermediate_size, config.vocab_size, given.max_pool_rows),
+    )
+
+
+def _draft_bytes_per_token(spec: LoadSpec) -> int:
+    """Bytes that a token takes in the pool of the layers that draft."""
+    return 0 if spec.draft is None else kv_bytes_per_token(spec.draft, spec.choice.kv_dtype)
+
+
+def _size_pools(model_path: str, spec: LoadSpec, adapters: LoraManager | None) -> ExecutorInfo:
+    """Choose how many pages and states the free memory holds, now that the weights are there."""
+    given, config, kv_dtype = spec.given, spec.config, spec.choice.kv_dtype
+    parted = spec.part is None and spec.draft is None and 0 < max(config.windows) < spec.context_length
+    ratio = given.swa_full_tokens_ratio if parted else 0.0
+    num_pages = choose_num_pages(
+        config,
+        page_size=given.page_size,
+        dtype=kv_dtype,
+        device=spec.device,
+        max_total_tokens=given.max_total_tokens,
+        mem_fraction_static=given.mem_fraction_static,
+        sharing=spec.sharing,
+        window_ratio=ratio,
+        draft_bytes_per_token=_draft_bytes_per_token(spec),
+        states=_state_bytes(spec),
+        reserved_bytes=_reserved_bytes(spec),
+    )
+    num_pages, states = _choose_states(spec, num_pages)
+    return ExecutorInfo(
+        model=model_path,
+        device=str(spec.device),
+        dtype=str(spec.dtype).removeprefix("torch."),
+        vocab_size=config.vocab_size,
+        context_length=spec.context_length,
+        eos_token_ids=config.eos_token_ids,
+        page_size=given.page_size,
+        num_pages=num_pages,
+        max_pool_rows=given.max_pool_rows,
+        kv_bytes_per_token=kv_bytes_per_token(spec.whole, kv_dtype),
+        kernels=spec.choice.kernels,
+        adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
+        windows=choose_swa_pool(config, num_pages, given.page_size, ratio),
+        states=states,
+    )
+
+
+def _make_memory(spec: LoadSpec, info: ExecutorInfo, pool_memory: Callable[[int], torch.Tensor] | None) -> _StepMemory:
+    """Make what `info` counts. Raises ConfigError where the memory does not suffice."""
+    pool = make_pool(spec.config, info, spec.device, spec.choice.kv_dtype, pool_memory)
+    windows = info.windows is not None
+    pages = PageTable(info.max_pool_rows, info.context_length, info.page_size, spec.device, windows=windows)
+    sampling_backend = make_sampling_backend(spec.choice, spec.config)
+    inputs = plan_inputs(spec.choice, pages, FutureMap(info.max_pool_rows, spec.device), sampling_backend)
+    return _StepMemory(pool, _make_states(spec, info, pool), pages, sampling_backend, inputs)
+
+
+def _state_bytes(spec: LoadSpec) -> StateBytes | None:
     """What recurrent states take of the memory; None for a model without."""
-    if config.recurrent is None:
+    given, recurrent = spec.given, spec.config.recurrent
+    if recurrent is None:
         return None
     sized = given.max_mamba_cache_size
     slots = given.max_pool_rows if sized is None or not given.mamba_full_memory_ratio else sized
     return StateBytes(
         # One more for rows that fill up a captured step.
-        (slots + 1) * state_bytes(config.recurrent, dtype),
+        (slots + 1) * state_bytes(recurrent, spec.dtype),
         given.mamba_full_memory_ratio if sized is None else 0.0,
     )
 
 
-def _choose_states(
-    config: ModelConfig, given: LoadOptions, dtype: torch.dtype, kv_dtype: torch.dtype, num_pages: int
-) -> tuple[int, StateGroup | None]:
+def _choose_states(spec: LoadSpec, num_pages: int) -> tuple[int, StateGroup | None]:
     """The pages of the KV pool, and the recurrent states of the model, for a pool that has `num_pages` for KV."""
-    if config.recurrent is None:
+    given, recurrent = spec.given, spec.config.recurrent
+    if recurrent is None:
         return num_pages, None
-    slot_bytes = state_bytes(config.recurrent, dtype)
-    page_bytes = given.page_size * kv_bytes_per_token(config, kv_dtype)
+    slot_bytes = state_bytes(recurrent, spec.dtype)
+    page_bytes = given.page_size * kv_bytes_per_token(spec.config, spec.choice.kv_dtype)
     ratio, interval = given.mamba_full_memory_ratio, given.mamba_track_interval
     if given.mamba_shared_memory and ratio:
         together = int(num_pages * (1 + ratio))
@@ -268,15 +327,14 @@ def _choose_states(
     return num_pages, states
 
 
-def _make_states(
-    config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype, pool: KvPool
-) -> StatePool | None:
-    if config.recurrent is None or info.states is None:
+def _make_states(spec: LoadSpec, info: ExecutorInfo, pool: KvPool) -> StatePool | None:
+    recurrent, device = spec.config.recurrent, spec.device
+    if recurrent is None or info.states is None:
         return None
     paged = PagedCheckpoints(pool.tensor, info.page_size) if info.states.slot_pages else None
     slots = info.max_pool_rows + (MAX_STATE_SAVES if paged is not None else info.states.num_slots)
     try:
-        return StatePool(config.recurrent, slots, device, dtype, paged)
+        return StatePool(recurrent, slots, device, spec.dtype, paged)
     except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no special error for it
         raise ConfigError(
             f"{slots} recurrent states take {slots * info.states.slot_bytes / 2**30:.1f} GiB, more than {device} has "
@@ -284,48 +342,33 @@ def _make_states(
         ) from error
 
 
-def _reserved_bytes(
-    config: ModelConfig,
-    choice: BackendChoice,
-    given: LoadOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    length: int,
-    part: ModelPartition | None,
-    drafts_from: ModelConfig | None,
-) -> int:
+def _reserved_bytes(spec: LoadSpec) -> int:
     """Bytes of a CUDA device that are neither weights nor KV; 0 on a CPU."""
-    if device.type != "cuda":
+    if spec.device.type != "cuda":
         return 0
+    given = spec.given
     sizes: list[int] = []
     buckets: list[int] = []
-    divided, capturable = part is not None, choice.triton or choice.flashinfer
-    reason = why_not_record(
-        *(config, device, dtype),
-        capturable=capturable,
-        divided=not _captures_alone_or_together(given, part),
-        adapters=given.lora_slots > 0 and not choice.triton,
-    )
-    if not given.disable_cuda_graph and not reason:
-        sizes = capture_batch_sizes(min(given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS))
-        buckets = [own.tokens for own in capture_buckets(_max_capture_tokens(config, choice, given))]
+    if not given.disable_cuda_graph and not _why_not_captured(spec):
+        sizes = capture_batch_sizes(_max_capture_bs(spec))
+        buckets = [own.tokens for own in capture_buckets(_max_capture_tokens(spec))]
         # With adapters each size is captured twice.
         sizes, buckets = ([*own, *own] if given.lora_slots else own for own in (sizes, buckets))
     need = device_memory(
-        config,
-        dtype,
+        spec.config,
+        spec.dtype,
         max_step_tokens=given.max_step_tokens,
         max_pool_rows=given.max_pool_rows,
-        context_length=length,
+        context_length=spec.context_length,
         page_size=given.page_size,
         captured=tuple(sizes),
         buckets=tuple(buckets),
-        divided=divided,
+        divided=spec.part is not None,
         draft_tokens=given.draft_tokens,
-        flashinfer=choice.flashinfer,
+        flashinfer=spec.choice.flashinfer,
     )
     # A draft model's steps run between those of the model, whose memory torch's allocator gives them.
-    drafting = 0 if drafts_from is None else step_bytes(drafts_from, given.max_pool_rows, given.max_pool_rows, 2)
+    drafting = 0 if spec.draft is None else step_bytes(spec.draft, given.max_pool_rows, given.max_pool_rows, 2)
     logger.info(
         "device memory besides weights and KV: %.2f GiB for steps of %d tokens, %.2f for graphs, %.2f for page tables, "
         "%.2f for libraries",
@@ -333,47 +376,6 @@ def _reserved_bytes(
         *(need.page_table / 2**30, need.libraries / 2**30),
     )
     return need.total + max(0, drafting - need.steps)
-
-
-def memory_need(model_path: str, **options: Any) -> tuple[MemoryNeed, str]:
-    """Return what a model takes on a CPU, by its config and the headers of its files, and what multiplies its matrices
-    (see describe_formats). Downloads it if it is not here.
-
-    options: see LoadOptions. Raises ConfigError; see load_executor.
-    """
-    given = with_torch_layers(LoadOptions(**options), None)
-    folder, target = resolve_model_path(model_path), torch.device("cpu")
-    config = read_folder_config(folder)
-    kind = choose_dtype(given.dtype, target, config)
-    choice = backends_for(given, config, kind, target)
-    drafts_from = draft_config(given, folder, config)
-    instructions = choice.engine.library.packed_instructions() if choice.engine and choice.native_model else ""
-    need = _memory_need(folder, config, kind, choice, given, given.ranks, drafts_from)
-    return need, describe_formats(folder, instructions, given.quantization)
-
-
-def _memory_need(
-    folder: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    choice: BackendChoice,
-    given: LoadOptions,
-    sharing: int,
-    drafts_from: ModelConfig | None,
-) -> MemoryNeed:
-    per_token = kv_bytes_per_token(config, choice.kv_dtype)
-    if drafts_from is not None:
-        per_token += kv_bytes_per_token(drafts_from, choice.kv_dtype)
-    native, quantization = choice.native_model, given.quantization if choice.native_model else "none"
-    tied = config.tied_embeddings
-    states = _state_bytes(config, given, dtype) or StateBytes(0, 0.0)
-    per_token = int(per_token * (1 + states.ratio))
-    return MemoryNeed(
-        weight_bytes(folder, dtype.itemsize, native=native, quantization=quantization, tied=tied)
-        + draft_weight_bytes(given, dtype.itemsize, native=native),
-        per_token * (given.max_total_tokens or default_cpu_tokens(per_token, sharing)) + states.fixed_bytes,
-        activation_bytes(config.hidden_size, config.intermediate_size, config.vocab_size, given.max_pool_rows),
-    )
 
 
 def _prepare_device(given: LoadOptions, part: ModelPartition | None) -> tuple[torch.device, int]:
@@ -388,42 +390,49 @@ def _prepare_device(given: LoadOptions, part: ModelPartition | None) -> tuple[to
     return target, sharing
 
 
-def _recorded(
-    model: TorchModel,
-    config: ModelConfig,
-    choice: BackendChoice,
-    given: LoadOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    adapters: LoraManager | None,
-    inputs: PlanInputs,
-    states: StatePool | None,
-    part: ModelPartition | None,
-) -> ModelBackend:
-    """Return the model with captured decode steps, or the model itself where they cannot be captured."""
-    capturable, divided = choice.triton or choice.flashinfer, not _captures_alone_or_together(given, part)
-    uncaptured = adapters is not None and not choice.triton
-    reason = why_not_record(config, device, dtype, capturable=capturable, divided=divided, adapters=uncaptured)
-    if reason:
+@torch.inference_mode()
+def _captured(spec: LoadSpec, model: TorchModel, adapters: LoraManager | None, memory: _StepMemory) -> ModelBackend:
+    """Return the model with captured steps, or the model itself where they are off or cannot be captured.
+
+    Raises ConfigError without memory.
+    """
+    if spec.device.type != "cuda" or spec.given.disable_cuda_graph:
+        return model
+    if reason := _why_not_captured(spec):
         logger.info("no CUDA graphs: %s", reason)
         return model
     slots = None if adapters is None else adapters.slots
     assert slots is None or isinstance(slots, TorchLoraPool)
-    sizes = given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS
-    max_tokens = _max_capture_tokens(config, choice, given)
-    return capture_graphs(model, config, sizes, device, slots, inputs, max_tokens, states, divided=part is not None)
+    return CudaGraphRunner(
+        *(model, spec.config, _max_capture_bs(spec), spec.device, CudaGraphCapturer(spec.device), slots),
+        *(memory.inputs if spec.part is None else None, _max_capture_tokens(spec), memory.states),
+        divided=spec.part is not None,
+    )
 
 
-def _captures_alone_or_together(given: LoadOptions, part: ModelPartition | None) -> bool:
-    """Whether a model is whole, or its ranks capture steps together."""
-    return part is None or (part.captures and given.enable_tp_cuda_graph)
+def _why_not_captured(spec: LoadSpec) -> str:
+    """See `cuda_graph_runner.why_not`. Ranks that are told to capture do so together."""
+    part, choice = spec.part, spec.choice
+    together = part is None or (part.captures and spec.given.enable_tp_cuda_graph)
+    return why_not_captured(
+        *(spec.config, spec.device, spec.dtype),
+        capturable=choice.triton or choice.flashinfer,
+        divided=not together,
+        adapters=spec.given.lora_slots > 0 and not choice.triton,
+    )
 
 
-def _max_capture_tokens(config: ModelConfig, choice: BackendChoice, given: LoadOptions) -> int:
+def _max_capture_bs(spec: LoadSpec) -> int:
+    """The most rows of a captured decode."""
+    return min(spec.given.max_pool_rows, spec.given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS)
+
+
+def _max_capture_tokens(spec: LoadSpec) -> int:
     """The most tokens of a captured step with chunks or drafts. flashinfer would plan it for one number of rows, and
     recurrent states are computed row by row.
     """
-    if not choice.triton or choice.flashinfer or config.recurrent is not None:
+    given, choice = spec.given, spec.choice
+    if not choice.triton or choice.flashinfer or spec.config.recurrent is not None:
         return 0
     # No step has more.
     most = given.max_step_tokens + given.max_pool_rows * (1 + given.draft_tokens)
@@ -451,29 +460,15 @@ def device_of_rank(
     return torch.device("cuda", rank % devices), len(range(rank % devices, ranks, devices))
 
 
-def _context_length(wanted: int | None, config: ModelConfig) -> int:
-    if wanted is None:
-        return config.context_length
-    if not 1 <= wanted <= config.context_length:
-        raise ConfigError(f"context_length is {wanted}; this model's is {config.context_length}, choose at most that")
-    return wanted
-
-
-def _make_adapters(
-    layers: Decoder | NativeDecoder,
-    config: ModelConfig,
-    given: LoadOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    choice: BackendChoice,
-) -> LoraManager | None:
+def _make_adapters(spec: LoadSpec, layers: Decoder | NativeDecoder) -> LoraManager | None:
     """Make the slots of LoRA adapters; None if LoRA is off."""
+    given, config = spec.given, spec.config
     if not given.lora_slots:
         return None
     slots: LoraMemoryPool
     if isinstance(layers, NativeDecoder):
         slots = NativeLoraPool(layers, given.lora_slots, given.lora_rank)
     else:
-        kernel_tokens = max(MIN_KERNEL_TOKENS, given.max_pool_rows) if choice.triton else 0
-        slots = TorchLoraPool(layers, config, given.lora_slots, given.lora_rank, device, dtype, kernel_tokens)
+        kernel_tokens = max(MIN_KERNEL_TOKENS, given.max_pool_rows) if spec.choice.triton else 0
+        slots = TorchLoraPool(layers, config, given.lora_slots, given.lora_rank, spec.device, spec.dtype, kernel_tokens)
     return LoraManager(config, slots, given.lora_slots, given.lora_rank, given.max_pool_rows)
