@@ -155,7 +155,8 @@ class WorldServer(DrainingServer):
 class Engine:
     """One `tokenyard serve`. Also the API process's link to its schedulers."""
 
-    def __init__(self, world: Any, name: str, **settings: Any) -> None:
+    def __init__(self, world: Any, name: str, device: dict[str, int], **settings: Any) -> None:
+        """device: further options of the mock executor."""
         self.world, self.name = world, name
         stores = settings.get("enable_hierarchical_cache") and "hicache_storage_url" not in settings
         self.disk = world.disks.add(name) if stores or settings.get("file_storage_path") else None
@@ -170,7 +171,7 @@ class Engine:
         )
         self.config = engine_config(self.settings)
         self.config = dataclasses.replace(
-            self.config, executor_options=self.config.executor_options | {"check_kv": True}
+            self.config, executor_options=self.config.executor_options | {"check_kv": True} | device
         )
         self.schedulers: dict[int, Scheduler] = {}
         self.process: Process | None = None
@@ -314,6 +315,7 @@ class Engine:
                 continue
             core = scheduler.loop.core
             state = core.snapshot(self.world.clock.now_ns)
+            self.world.done["tokens of prompts from prefix caches"] += state.counters.hit_tokens
             if state.used_tokens or state.held_tokens or core.has_work:
                 found.append(f"{scheduler.process.name} holds {state.used_tokens} KV tokens, has work: {core.has_work}")
             found += self._left_elsewhere(scheduler.process)

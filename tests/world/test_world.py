@@ -8,6 +8,7 @@ from tests.world import client, network
 from tests.world.engine import WEIGHTS, weights_folder
 from tests.world.shrink import shrink
 from tests.world.world import Fault, Story, make_story, run
+from tokenyard.cache.state_checkpoints import StateCheckpoints
 from tokenyard.engine.frontend.scheduler_client import SchedulerClient
 from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
 from tokenyard.router import kv_event_subscriber
@@ -93,6 +94,21 @@ def test_tokens_repeated_in_a_continuation_are_noticed_and_the_story_is_cut_down
     shorter = shrink(story, [text for text in found if "not a prefix" in text])
     assert shorter.faults == [KILLED]
     assert len(shorter.asks) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot_pages", [0, 2])
+def test_a_hit_without_its_recurrent_state_is_noticed(slot_pages, monkeypatch):
+    story = short_story(KILLED, requests=16)
+    asks = [replace(ask, prompt=[7 + ask.number % 3] * 50 + [ask.number] * 12) for ask in story.asks]
+    device = {"checkpoints": 20, "track_interval": 16, "slot_pages": slot_pages}
+    story = replace(story, asks=asks, device=device)
+    outcome = run(story)
+    assert outcome.violations == []
+    assert outcome.done["tokens of prompts from prefix caches"] > 0
+    monkeypatch.setattr(StateCheckpoints, "usable_pages", lambda self, runs, count: count)
+    noticed = "the pages of checkpoint" if slot_pages else "from another state"
+    assert any(noticed in text for text in run(story).violations)
 
 
 @pytest.mark.slow

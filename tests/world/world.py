@@ -90,6 +90,8 @@ class Story:
     kv_events: str = ""
     """`events`: engines publish what their prefix caches hold, and routers follow; `replay`: and ask for what they
     missed."""
+    device: dict[str, int] = field(default_factory=dict)
+    """What the model of all engines has: recurrent states, in options of the mock executor."""
     hours: float = 0.0
     """How long it runs, where tables are counted after each hour; 0 where they are not."""
 
@@ -119,6 +121,7 @@ class Story:
             + (f", PD {self.disagg}" if self.disagg else "")
             + ", a Valkey" * self.valkey
             + f", KV events: {self.kv_events}" * bool(self.kv_events)
+            + f", recurrent states: {self.device}" * bool(self.device)
         )
         asked = [*map(str, self.asks[:4]), *map(str, self.batches)]
         return "\n".join([shape, f"{len(self.asks)} requests:", *asked, *map(str, self.faults)])
@@ -233,7 +236,8 @@ class World:
         self.kv_stores: dict[Process, KvStoreConnector | None] = {}
         self.executors: dict[Process, Any] = {}
         self.engines = [
-            Engine(self, f"engine{i}", dp_size=story.ranks, **story.settings_of(i)) for i in range(story.engines)
+            Engine(self, f"engine{i}", story.device, dp_size=story.ranks, **story.settings_of(i))
+            for i in range(story.engines)
         ]
         foreign = random.Random(story.seed + 1)
         self.foreign = [ForeignEngine(self, f"foreign{i}", foreign) for i in range(story.foreign)]
@@ -751,8 +755,17 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
     rng = random.Random(f"{seed} KV events")
     events = rng.choice(("",) * 4 + ("events", "replay", "replay"))
     faults.sort(key=lambda fault: fault.at_s)
+    rng, device = random.Random(f"{seed} recurrent states"), {}
+    # A Valkey takes no KV of models with recurrent states.
+    if rng.random() < 0.25 and "hicache_storage_url" not in settings:
+        settings |= {"mamba_retention_policy": rng.choice(("worth", "worth", "last", "per-path"))}
+        device = {"checkpoints": rng.choice((8, 20, 100)), "track_interval": rng.choice((16, 64))}
+        # As a real model's loader decides it: where KV and checkpoints are evicted by one measure.
+        if settings["mamba_retention_policy"] == "worth" and not disagg and "enable_hierarchical_cache" not in settings:
+            device["slot_pages"] = rng.choice((0, 1, 3))
     return Story(
-        *(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, has_valkey, disagg, events, hours)
+        *(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, has_valkey, disagg, events),
+        *(device, hours),
     )
 
 

@@ -26,6 +26,7 @@ from tokenyard.base import (
     KvPieces,
     RowLogprobs,
     RowStart,
+    StateGroup,
     StepPlan,
     StepResult,
     StepWork,
@@ -42,6 +43,7 @@ NEVER_EOS = int(np.iinfo(np.int64).max)
 DEFAULT_POOL_TOKENS = 65536
 VECTOR_SIZE = 16
 DIGEST_BYTES = 16
+MARK_BYTES = 8
 
 
 class FixedStepCost:
@@ -345,16 +347,25 @@ def load_executor(
     check_kv: bool = False,
     drafts: int = 0,
     draft_right: float = 1.0,
+    checkpoints: int = 0,
+    track_interval: int = 256,
+    slot_pages: int = 0,
 ) -> MockExecutor:
     """Make a mock from plain options.
 
     Step times come from the cost profile "device/model", or are `step_ms` each (10 by default). What is not given is
     read from config.json in the folder `model_path` if there is one, else 32000 tokens of vocabulary with eos 2 and a
-    context of 4096. `check_kv` costs milliseconds a step with many rows: it is for tests. Raises ConfigError for sizes
-    that leave no page or no token.
+    context of 4096. `check_kv` costs milliseconds a step with many rows: it is for tests.
+
+    checkpoints: how many recurrent states the model keeps; with track_interval and slot_pages see `StateGroup`. With
+    slot_pages there is room for as many as the KV pool can hold. A model without states has neither.
+
+    Raises ConfigError for sizes that leave no page or no token.
     """
     config = _model_config(Path(model_path))
     cost, pool_tokens = _cost(profile, step_ms)
+    num_pages = (max_total_tokens or pool_tokens) // max(1, page_size)
+    checkpoints = num_pages // slot_pages if slot_pages else checkpoints
     info = ExecutorInfo(
         model=model_path,
         device="mock",
@@ -363,8 +374,9 @@ def load_executor(
         context_length=context_length or config.context_length,
         eos_token_ids=tuple(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
         page_size=page_size,
-        num_pages=(max_total_tokens or pool_tokens) // max(1, page_size),
+        num_pages=num_pages,
         max_pool_rows=max_pool_rows,
+        states=StateGroup(checkpoints, MARK_BYTES, track_interval, slot_pages) if checkpoints else None,
     )
     if min(info.vocab_size - len(info.eos_token_ids), info.context_length, page_size, max_pool_rows) < 1:
         raise ConfigError("the mock needs a vocabulary, a context, a page size and a row count of at least 1")
