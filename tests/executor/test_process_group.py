@@ -91,20 +91,24 @@ def test_ranks_that_are_stages_connect_to_their_neighbours(monkeypatch, form):
     class Found(Exception):
         """How a rank makes its group."""
 
-    def make(failed, *, pipeline):
-        raise Found(pipeline)
+    def make(failed, *, pipeline, symmetric):
+        raise Found(pipeline, symmetric)
 
-    setup = SimpleNamespace(form=form, places=2, place=1)
+    options = {"enable_torch_symm_mem": True}
+    setup = SimpleNamespace(form=form, places=2, place=1, options=options)
     for module in (rank0, rank_process):
         monkeypatch.setattr(module, "TorchProcessGroup", make)
     for name in ("SharedMemory", "RingReader", "RankSocket"):
         monkeypatch.setattr(rank_process, name, lambda *given: None)
     monkeypatch.setattr(rank_process.socket, "socket", lambda fileno: None)
     wire = SimpleNamespace(receive=lambda kind: setup)
-    for begin in (partial(rank0.ModelRanks, "model", 2, {}, form), partial(rank_process.RankProcess, wire, 0, 0, 0)):
+    for begin in (
+        partial(rank0.ModelRanks, "model", 2, options, form),
+        partial(rank_process.RankProcess, wire, 0, 0, 0),
+    ):
         with pytest.raises(Found) as found:
             begin()
-        assert found.value.args == (form == "pipeline",)
+        assert found.value.args == (form == "pipeline", form == "tensor")
 
 
 def test_an_idle_batch_that_fails_ends_the_group():

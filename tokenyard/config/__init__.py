@@ -121,6 +121,7 @@ class Settings(DeclaredSettings):
             "cuda_graph_max_bs": self.cuda_graph_max_bs,
             "cuda_graph_max_tokens": self.cuda_graph_max_tokens,
             "enable_tp_cuda_graph": self.enable_tp_cuda_graph,
+            "enable_torch_symm_mem": self.enable_torch_symm_mem,
             "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,
             "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
             "draft_tokens": self._draft_tokens,

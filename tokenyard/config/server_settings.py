@@ -274,6 +274,13 @@ class DeclaredSettings(SharedSettings):
         "with --tp-size on GPUs, record steps as CUDA graphs too, with exchanges by NCCL; off, as it was never run",
         file_only=True,
     )
+    enable_torch_symm_mem: bool = setting(
+        False,
+        "device",
+        "with --tp-size on GPUs of one machine, make sums of at most 256 KiB (decodes) in torch's symmetric memory "
+        "instead of by NCCL; off, as it was never run",
+        file_only=True,
+    )
     speculative_algorithm: str = setting(
         "none",
         "device",

@@ -41,6 +41,7 @@ class LoadOptions:
     cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
     cuda_graph_max_tokens: the most tokens of a captured step with chunks or drafts; 0 captures none.
     enable_tp_cuda_graph: whether tensor-parallel ranks capture steps too, their exchanges by NCCL included.
+    enable_torch_symm_mem: whether tensor-parallel ranks make small sums in torch's symmetric memory; see SymmetricSums.
     swa_full_tokens_ratio: see choose_swa_pool; divided models keep all tokens in all layers.
     max_step_tokens: the most prompt tokens of a step, for which a CUDA device keeps memory.
     max_mamba_cache_size, mamba_full_memory_ratio, mamba_track_interval: of recurrent states; see StateGroup.fitting.
@@ -74,6 +75,7 @@ class LoadOptions:
     cuda_graph_max_bs: int | None = None
     cuda_graph_max_tokens: int = DEFAULT_MAX_CAPTURE_TOKENS
     enable_tp_cuda_graph: bool = False
+    enable_torch_symm_mem: bool = False
     swa_full_tokens_ratio: float = 0.0
     max_step_tokens: int = 16384
     max_mamba_cache_size: int | None = None

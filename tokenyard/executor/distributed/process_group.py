@@ -1,5 +1,6 @@
 """How the ranks of a model exchange tensors."""
 
+import logging
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +10,10 @@ from typing import Any, Protocol
 import msgspec
 import torch
 import torch.distributed as dist
+
+from tokenyard.executor.distributed.symmetric_memory import SymmetricSums, connect_sums
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 MAX_PENDING_SENDS = 8
@@ -50,11 +55,15 @@ class TorchProcessGroup:
 
     failed: turns an error of the connection into the one that is raised.
     pipeline: whether each rank also sends to the next one, and the last to the first.
+    symmetric: whether small sums are made in torch's symmetric memory where it can be had.
     """
 
-    def __init__(self, failed: Callable[[Exception], Exception], *, pipeline: bool = False) -> None:
+    def __init__(
+        self, failed: Callable[[Exception], Exception], *, pipeline: bool = False, symmetric: bool = False
+    ) -> None:
         self._failed = failed
-        self._pipeline = pipeline
+        self._pipeline, self._symmetric = pipeline, symmetric
+        self._sums: SymmetricSums | None = None
         self._group: Any = None
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -81,6 +90,20 @@ class TorchProcessGroup:
         self.all_reduce(torch.zeros(1, device=device))
         if self._pipeline:
             self._connect_neighbours(torch.zeros(1, device=device))
+        if self._symmetric:
+            self._connect_sums(store, meeting, rank, size, device)
+
+    def _connect_sums(self, store: Any, meeting: Rendezvous, rank: int, size: int, device: torch.device) -> None:
+        if not meeting.file:
+            logger.warning("enable_torch_symm_mem takes ranks of one machine, so NCCL makes all sums")
+            return
+        sums = SymmetricSums(store, f"tokenyard {meeting.file}", rank, size, device)
+
+        def agree(fine: bool) -> bool:
+            return float(self.all_reduce(torch.full((1,), float(fine), device=device))) == size
+
+        if connect_sums(sums, agree):
+            self._sums = sums
 
     def _connect_neighbours(self, one: torch.Tensor) -> None:
         """Exchange one element between neighbouring ranks, in the same order of pairs on all of them.
@@ -99,6 +122,8 @@ class TorchProcessGroup:
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks; see ProcessGroup."""
         try:
+            if self._sums is not None and self._sums.takes(part):
+                return self._sums(part)
             self._group.allreduce([part]).wait()
         except RuntimeError as error:
             raise self._failed(error) from error
@@ -145,7 +170,9 @@ class TorchProcessGroup:
 
     def close(self) -> None:
         """Release the connections."""
-        self._group = None
+        if self._sums is not None:
+            self._sums.close()
+        self._group = self._sums = None
 
 
 def _store(meeting: Rendezvous, size: int, listener: socket.socket | None) -> Any:

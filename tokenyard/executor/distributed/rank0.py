@@ -88,7 +88,11 @@ class ModelRanks:
         self.own_name = name_of(form, 0, size)
         self.kv: list[MappedKv] | None = [] if share_kv else None
         self.on_lost: Callable[[str], None] = lambda reason: None
-        self.group = TorchProcessGroup(self._connection_failed, pipeline=form != "tensor")
+        self.group = TorchProcessGroup(
+            self._connection_failed,
+            pipeline=form != "tensor",
+            symmetric=form == "tensor" and options.get("enable_torch_symm_mem", False),
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-tp-")
         self._reason = ""
         self._calling = threading.Lock()

@@ -69,7 +69,9 @@ class RankProcess:
         self._memory = SharedMemory(memory, setup.places)
         self._ring = RingReader(self._memory, setup.place, bell)
         self._group = TorchProcessGroup(
-            lambda error: DeviceLostError(f"it lost the other ranks: {error}"), pipeline=setup.form != "tensor"
+            lambda error: DeviceLostError(f"it lost the other ranks: {error}"),
+            pipeline=setup.form != "tensor",
+            symmetric=setup.form == "tensor" and setup.options.get("enable_torch_symm_mem", False),
         )
         part = TensorParallelShard if setup.form == "tensor" else PipelineStage
         self._part: ModelPartition = part(setup.rank, setup.size, self._group, self._agree)
