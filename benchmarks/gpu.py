@@ -316,7 +316,7 @@ def decoding_rows(
     return rows
 
 
-def load_shape(folder: Path, scale: Scale, max_total_tokens: int | None) -> ModelExecutor:
+def load_shape(folder: Path, scale: Scale, max_total_tokens: int | None, **options: str) -> ModelExecutor:
     """Load random weights in bfloat16; the pool is of the default size without `max_total_tokens`."""
     return load_executor(
         str(folder),
@@ -325,6 +325,7 @@ def load_shape(folder: Path, scale: Scale, max_total_tokens: int | None) -> Mode
         load_format="dummy",
         max_total_tokens=max_total_tokens,
         max_pool_rows=2 * max(scale.batches),
+        **options,
     )
 
 
@@ -418,6 +419,27 @@ def measure_prefill(executor: ModelExecutor, config: ModelConfig, scale: Scale) 
         "product_share": floor_s / seconds,
         "product_share_target": PREFILL_TARGET,
     }
+
+
+def measure_varlen(folder: Path, scale: Scale) -> Iterator[dict]:
+    """The prompt of `measure_prefill` by torch's varlen attention (a rehearsal has none), and whether the tokens that
+    follow short prompts are those of Triton's.
+    """
+    name, config, first = "prefill_attention_backend", read_folder_config(folder), {}
+    for backend in ("auto", "varlen") if scale.on_gpu else ("auto", "auto"):
+        executor = load_shape(folder, scale, 2 * scale.chunk_tokens, **{name: backend})
+        driver, draw = Driver(executor), np.random.default_rng(5)
+        prompts = [draw.integers(0, executor.info.vocab_size, scale.chunk_tokens // 16).tolist() for _ in range(16)]
+        rows = [driver.start(prompt) for prompt in prompts]
+        driver.step(*[(row, None) for row in rows])
+        same = [row.known[-1] == first.setdefault(number, row.known[-1]) for number, row in enumerate(rows)]
+        for row in rows:
+            driver.retract(row)
+        found = next(measure_prefill(executor, config, scale))
+        executor.close()
+        del executor, driver
+        gc.collect()
+    yield {**found, name: backend, "same_tokens": sum(same), "prompts": len(same)}
 
 
 def write_profile(name: str, folder: Path, scale: Scale) -> Iterator[dict]:
@@ -527,6 +549,7 @@ def parts(scale: Scale, scratch: Path) -> Iterator[tuple[str, Iterator[dict]]]:
         yield f"steps, {shape}", measure_shape(shape, folder, scale)
         yield f"choices, {shape}", measure_choices(config["vocab_size"], scale.batches, scale.steps, scale.device)
         yield f"kernel constants, {shape}", measure_kernel_constants(folder, scale)
+        yield f"prompts by varlen, {shape}", measure_varlen(folder, scale)
         yield f"largest steps, {shape}", largest_steps(folder, scale)
         yield f"profile, {shape}", write_profile(shape, folder, scale)
     # Last, as most of their time is not ours.

@@ -10,6 +10,7 @@ from tests.executor.triton_available import need_triton
 need_triton()
 
 from tests.executor.checked_backends import CheckedAttention  # noqa: E402
+from tests.executor.fake_varlen import pretend_varlen  # noqa: E402
 from tokenyard.executor.attention.backend import AttentionSpec  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, TritonAttention, cut  # noqa: E402
 from tokenyard.executor.forward_batch import Bucket, ForwardBatch, PageTable  # noqa: E402
@@ -73,10 +74,10 @@ class Step:
         self.qkv = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         self.heads = heads
 
-    def check(self, window=0, softcap=0.0, sinks=False, tolerance=2e-6):
+    def check(self, window=0, softcap=0.0, sinks=False, tolerance=2e-6, varlen=False):
         sink = (torch.randn(self.heads, device=self.batch.positions.device),) if sinks else ()
         spec = AttentionSpec((window,), self.qkv[0].shape[2] ** -0.5, softcap, sink)
-        backend = TritonAttention(self.pool, self.pages, spec, self.heads, self.qkv[0].dtype)
+        backend = TritonAttention(self.pool, self.pages, spec, self.heads, self.qkv[0].dtype, varlen=varlen)
         judged = CheckedAttention(backend, self.pool, self.pages, spec, tolerance)
         judged.prepare(self.batch)
         return judged.forward(0, *self.qkv, self.batch)
@@ -187,3 +188,14 @@ def test_a_captured_step_of_rows_of_all_kinds(page_size, how):
         outputs.append(backend.forward(0, *qkv, batch)[:tokens])
     assert torch.equal(outputs[0][:2], outputs[1][:2])
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a CUDA device has torch's own, which takes no float32")
+@pytest.mark.parametrize("window", [0, 24])
+def test_prompts_may_be_attended_to_by_torch(monkeypatch, window):
+    """Those without a prefix, in one call for all that lie together; the rest of the batch stays Triton's."""
+    calls = pretend_varlen(monkeypatch)
+    rows = [(70, 1), (600, 2), (0, 1 + FEW_QUERIES), (0, 40), (31, 50), (0, 5), (0, 30)]
+    Step(rows, page_size=4).check(window=window, varlen=True)
+    own = (window - 1 if window else -1, 0)
+    assert calls == [(2, 40, own), (1, 30, own)]

@@ -12,6 +12,7 @@ from tests.executor.triton_launches import need_compiler, pretended_launches
 need_compiler()
 
 from tests.executor.driver import GREEDY, Driver  # noqa: E402
+from tests.executor.fake_varlen import pretend_varlen  # noqa: E402
 from tests.executor.packed_models import gpt_oss_checkpoint  # noqa: E402
 from tokenyard.base import SamplingParams  # noqa: E402
 from tokenyard.executor import backend_choice  # noqa: E402
@@ -75,9 +76,15 @@ def record_steps(executor, config):
         ("gpt-oss", 1, False),
         ("packed gpt-oss", 1, True),
         ("llama-odd", 4, False),
+        ("varlen qwen3-layers", 4, True),
     ],
 )
-def test_serving_compiles_nothing_after_the_warm_up(folder, tmp_path, zeros, case, page_size, recorded):
+def test_serving_compiles_nothing_after_the_warm_up(folder, tmp_path, zeros, monkeypatch, case, page_size, recorded):
+    varlen = case.startswith("varlen")
+    if varlen:
+        case = case.removeprefix("varlen ")
+        monkeypatch.setattr(backend_choice, "varlen_why_not", lambda *_: "")
+        prompts = pretend_varlen(monkeypatch)
     path = gpt_oss_checkpoint(tmp_path)[0] if case.startswith("packed") else folder(case)
     executor = load_executor(
         path,
@@ -85,6 +92,7 @@ def test_serving_compiles_nothing_after_the_warm_up(folder, tmp_path, zeros, cas
         dtype="bfloat16",
         model_impl="torch",
         attention_backend="triton",
+        prefill_attention_backend="varlen" if varlen else "auto",
         page_size=page_size,
         max_total_tokens=2048,
         max_pool_rows=8,
@@ -99,6 +107,7 @@ def test_serving_compiles_nothing_after_the_warm_up(folder, tmp_path, zeros, cas
         assert len(warm.get("expert_kernels.multiply_kernel", ())) >= 2 * case.startswith("packed")
         for seed in range(3):
             serve(Driver(executor, seed), seed)
+    assert not varlen or len(prompts) > 10
     for name, keys in launches.keys.items():
         new = set(keys) - warm.get(name, set())
         assert not new, f"{name} is compiled {len(new)} more times"

@@ -14,7 +14,7 @@ need_compiler()
 
 from benchmarks.gpu import SHAPES  # noqa: E402
 from tests.executor.meta_device import GPU, Weights  # noqa: E402
-from tokenyard.executor.device_memory import bucket_bytes, device_memory, step_bytes  # noqa: E402
+from tokenyard.executor.device_memory import bucket_bytes, device_memory, step_bytes, varlen_bytes  # noqa: E402
 from tokenyard.executor.forward_batch import Bucket, ForwardBatch, PageTable  # noqa: E402
 from tokenyard.executor.kv_pool import KvPool  # noqa: E402
 from tokenyard.executor.models.decoder import Decoder  # noqa: E402
@@ -52,13 +52,13 @@ class Allocations(TorchDispatchMode):
         self.now -= size
 
 
-def make(name):
+def make(name, *, varlen=False):
     from tokenyard.executor.attention.triton.backend import TritonAttention, TritonKernels
 
     config = read_model_config(SHAPES[name], None)
     pool, pages = KvPool(config, 1, 16, GPU, torch.bfloat16), PageTable(ROWS, 8192, 16, GPU)
     decoder = Decoder(config, Weights(), GPU, 8192)
-    attention = TritonAttention(pool, pages, decoder.attention_spec, config.num_heads, decoder.dtype)
+    attention = TritonAttention(pool, pages, decoder.attention_spec, config.num_heads, decoder.dtype, varlen=varlen)
     decoder.fuse(TritonKernels(attention))
     return config, TorchModel(decoder, attention)
 
@@ -95,6 +95,18 @@ def test_steps_allocate_what_is_kept_for_them(name, monkeypatch):
         assert kept - allocations.peak < 1.5e9, kind
         del logits
         model.states = None
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_prompts_by_varlen_allocate_what_is_kept_for_them(name, monkeypatch):
+    monkeypatch.setattr("tokenyard.executor.cuda_streams.uploaded", lambda host, device: host.to(device))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    config, model = make(name, varlen=True)
+    with pretended_launches(), torch.inference_mode(), Allocations() as allocations:
+        model.step(batch(np.array([8192]), 0, ROWS))
+    more = varlen_bytes(config, 8192, 2)
+    assert 0 < more < 0.1e9
+    assert allocations.peak <= step_bytes(config, 8192, ROWS, 2) + more
 
 
 @pytest.mark.parametrize("name", SHAPES)

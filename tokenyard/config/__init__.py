@@ -113,6 +113,7 @@ class Settings(DeclaredSettings):
             "threads": self.threads,
             "model_impl": self.model_impl,
             "attention_backend": self.attention_backend,
+            "prefill_attention_backend": self.prefill_attention_backend,
             "quantization": self.quantization,
             "kv_cache_dtype": self.kv_cache_dtype,
             "deterministic": self.enable_deterministic_inference,

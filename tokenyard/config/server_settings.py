@@ -248,6 +248,14 @@ class DeclaredSettings(SharedSettings):
         "CUDA devices, where auto takes them if the package triton is there; flashinfer is that package's, on CUDA",
         choices=("auto", "gather", "native", "triton", "flashinfer"),
     )
+    prefill_attention_backend: str = setting(
+        "auto",
+        "device",
+        "what attends to prompts without a prefix: varlen is torch's Flash Attention, next to Triton; auto is what "
+        "attends to all else, as varlen was never run",
+        choices=("auto", "varlen"),
+        file_only=True,
+    )
     disable_cuda_graph: bool = setting(
         False,
         "device",

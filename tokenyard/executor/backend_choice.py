@@ -14,6 +14,7 @@ from tokenyard.executor.attention.hybrid import HybridAttention, HybridFusedKvWr
 from tokenyard.executor.attention.reference import GatherAttention
 from tokenyard.executor.attention.triton.available import interpreted
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
+from tokenyard.executor.attention.varlen import why_not as varlen_why_not
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.kv_pool import KV_BYTES, SCALE_BYTES, KvPool
@@ -36,6 +37,7 @@ HOPPER = (9, 0)
 """The compute capability for which auto takes flashinfer where it can."""
 BITS_ON_LOAD = {"q4": 4, "q8": 8}
 """Bits of weights in blocks that are made as a model loads."""
+PREFILL_BACKENDS = ("auto", "varlen")
 QUANTIZATIONS = ("none", "int8", *BITS_ON_LOAD)
 E4M3_FROM = (8, 9)
 """The first compute capability whose instructions convert fp8_e4m3."""
@@ -53,6 +55,7 @@ class BackendChoice:
     int8: whether the native kernels quantize weights and inputs of products to 8 bits.
     triton: whether Triton kernels sample, compute norms and rotations, and attend unless `flashinfer` is set.
     flashinfer: whether the package flashinfer attends.
+    varlen: whether torch's varlen attention serves prompts without a prefix, and Triton all else.
     deterministic: whether a token's result is the same bit for bit under every schedule.
     kv_dtype: of keys and values in the pool, see KvPool.
     """
@@ -63,6 +66,7 @@ class BackendChoice:
     int8: bool = False
     triton: bool = False
     flashinfer: bool = False
+    varlen: bool = False
     deterministic: bool = False
     kv_dtype: torch.dtype = torch.float32
 
@@ -82,6 +86,7 @@ def choose_backends(
     *,
     deterministic: bool = False,
     kv_cache_dtype: str = "auto",
+    prefill_attention_backend: str = "auto",
 ) -> BackendChoice:
     """Choose backends by the settings of the same names. `auto` takes flashinfer on a Hopper device where that can
     serve, Triton on CUDA, else native kernels if they work.
@@ -89,6 +94,8 @@ def choose_backends(
     threads: threads of the native kernels; 0 lets them choose.
 
     kv_cache_dtype: one of KV_BYTES, or auto for `dtype`.
+
+    prefill_attention_backend: what attends to prompts without a prefix; auto for what attends to all else.
 
     Raises ConfigError for an unknown name, for a backend that is named but cannot be used, for a quantization or
     `deterministic` without a native model, and for a kv_cache_dtype without that or Triton.
@@ -98,6 +105,7 @@ def choose_backends(
         ("attention_backend", attention_backend, ATTENTION_BACKENDS),
         ("quantization", quantization, QUANTIZATIONS),
         ("kv_cache_dtype", kv_cache_dtype, ("auto", *KV_BYTES)),
+        ("prefill_attention_backend", prefill_attention_backend, PREFILL_BACKENDS),
     ):
         if value not in known:
             raise ConfigError(f"{name} {value!r} is unknown; use {', '.join(known)}")
@@ -112,6 +120,10 @@ def choose_backends(
         if reason := _why_no_kv_bytes(choice, config, device):
             raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype} {reason}")
         choice = replace(choice, kernels=f"{choice.kernels}, KV {kv_cache_dtype}")
+    if prefill_attention_backend == "varlen":
+        if reason := _why_no_varlen(choice, config, dtype, device):
+            raise ConfigError(f"prefill_attention_backend varlen cannot be used: {reason}")
+        choice = replace(choice, varlen=True, kernels=f"{choice.kernels}, prompts varlen")
     if quantization == "none":
         return choice
     if not choice.native_model:
@@ -144,6 +156,15 @@ def _why_no_kv_bytes(choice: BackendChoice, config: ModelConfig, device: torch.d
     if any(config.kv_shape(layer)[1] % SCALE_BYTES for layer in config.kv_layers):
         return f"takes heads of a multiple of {SCALE_BYTES} dimensions on a GPU"
     return ""
+
+
+def _why_no_varlen(choice: BackendChoice, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why torch's varlen attention cannot stand next to the chosen backends, "" if it can."""
+    if not choice.triton or choice.flashinfer:
+        return f"it stands next to attention by Triton, and this model's steps are computed by {choice.kernels}"
+    if choice.kv_dtype.itemsize == 1:
+        return "it reads no KV of one byte; leave --kv-cache-dtype out"
+    return varlen_why_not(device, dtype, config)
 
 
 def _choose(
@@ -264,7 +285,7 @@ def _on_a_gpu(choice: BackendChoice, layers: Decoder, pool: KvPool, pages: PageT
         # Imported here because the package triton is optional and slow to import.
         from tokenyard.executor.attention.triton.backend import TritonAttention
 
-        return TritonAttention(pool, pages, spec, layers.config.num_heads, layers.dtype)
+        return TritonAttention(pool, pages, spec, layers.config.num_heads, layers.dtype, varlen=choice.varlen)
 
     make = attend if pool.windows is None else partial(HybridFusedKvWriteAttention, attend)
     attention = make(pool, pages, layers.attention_spec)

@@ -77,6 +77,13 @@ def _layer_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     return tokens * per_token
 
 
+def varlen_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """Return the bytes of what torch's varlen attention is given of prompts, their keys and values, and of the sums of
+    each head, which it returns besides.
+    """
+    return tokens * (2 * config.num_kv_heads * config.head_dim * itemsize + config.num_heads * 4)
+
+
 def device_memory(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -90,10 +97,11 @@ def device_memory(
     divided: bool = False,
     draft_tokens: int = 0,
     flashinfer: bool = False,
+    varlen: bool = False,
 ) -> DeviceMemory:
     """Count what is not static. captured: the batch sizes whose decode steps are captured; buckets: the tokens of other
     captured steps. draft_tokens: of a row, each of which has logits as it is verified, and is a token of the step.
-    flashinfer: whether that package attends.
+    flashinfer: whether that package attends. varlen: whether torch attends to prompts.
     """
     largest, widest = max(captured, default=0), max((*captured, *buckets), default=0)
     # Graphs share one pool, so they take what the largest does, and its logits and hidden states stay.
@@ -110,6 +118,7 @@ def device_memory(
     drafts = draft_tokens * max_pool_rows
     return DeviceMemory(
         step_bytes(config, max_step_tokens + max_pool_rows + drafts, max_pool_rows, dtype.itemsize)
+        + (varlen_bytes(config, max_step_tokens, dtype.itemsize) if varlen else 0)
         + drafts * config.vocab_size * SAMPLING_BYTES,
         graphs,
         tables * max_pool_rows * -(-context_length // page_size) * 4,

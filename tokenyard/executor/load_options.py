@@ -36,7 +36,8 @@ class LoadOptions:
     load_format: safetensors (auto is the same), or dummy for random weights that need only a config.
     threads: threads on a CPU; 0 lets torch and the native kernels choose.
     seed: seed of dummy weights.
-    model_impl, attention_backend, quantization, kv_cache_dtype, deterministic: see choose_backends.
+    model_impl, attention_backend, prefill_attention_backend, quantization, kv_cache_dtype, deterministic: see
+        choose_backends.
     disable_cuda_graph: turns the capture of steps off.
     cuda_graph_max_bs: the largest batch size to capture; None for DEFAULT_MAX_CAPTURE_BS.
     cuda_graph_max_tokens: the most tokens of a captured step with chunks or drafts; 0 captures none.
@@ -68,6 +69,7 @@ class LoadOptions:
     seed: int = 0
     model_impl: str = "auto"
     attention_backend: str = "auto"
+    prefill_attention_backend: str = "auto"
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     deterministic: bool = False
@@ -144,6 +146,7 @@ def backends_for(given: LoadOptions, config: ModelConfig, dtype: torch.dtype, de
         *(given.model_impl, given.attention_backend, given.quantization, config, dtype, device, given.threads),
         deterministic=given.deterministic,
         kv_cache_dtype=given.kv_cache_dtype,
+        prefill_attention_backend=given.prefill_attention_backend,
     )
 
 

@@ -366,6 +366,7 @@ def _reserved_bytes(spec: LoadSpec) -> int:
         divided=spec.part is not None,
         draft_tokens=given.draft_tokens,
         flashinfer=spec.choice.flashinfer,
+        varlen=spec.choice.varlen,
     )
     # A draft model's steps run between those of the model, whose memory torch's allocator gives them.
     drafting = 0 if spec.draft is None else step_bytes(spec.draft, given.max_pool_rows, given.max_pool_rows, 2)

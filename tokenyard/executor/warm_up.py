@@ -42,11 +42,17 @@ def warm_up(executor: ModelExecutor, finish: Callable[[Ticket], object] = wait) 
 
 
 def plans(context_length: int) -> Iterator[StepPlan]:
-    """A chunk of each kind, each of which completes a prompt, and a decode after it."""
+    """A chunk of each kind, each of which completes a prompt, and a decode after it; at last a chunk on a prefix, as
+    prompts without one may have kernels of their own.
+    """
     for tokens in (count for count in CHUNKS if count < context_length):
         known = np.zeros(tokens, np.int32)
         yield _plan(0, known, 0, [RowStart(0, SAMPLING, known, tokens)])
         yield _plan(tokens, known[:1], 1, [])
+    last = next((count for count in CHUNKS[::-1] if 2 * count < context_length), 0)
+    if last:
+        yield _plan(0, np.zeros(last, np.int32), 0, [RowStart(0, SAMPLING, np.zeros(2 * last, np.int32), 2 * last)])
+        yield _plan(last, np.zeros(last, np.int32), 0, [])
 
 
 def _plan(start: int, tokens: Int32Array, decode_rows: int, row_starts: list[RowStart]) -> StepPlan:

@@ -16,6 +16,7 @@ from tokenyard.executor.attention.triton.attention_kernel import (
 )
 from tokenyard.executor.attention.triton.layer_kernels import add_norm, norm, rotate_and_store, silu_gate
 from tokenyard.executor.attention.triton.packed_kv import store_packed
+from tokenyard.executor.attention.varlen import PromptRun, attend_prompts, prompt_runs
 from tokenyard.executor.cuda_streams import to_device
 from tokenyard.executor.forward_batch import Bucket, ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
@@ -30,10 +31,20 @@ class TritonAttention(FusedKvWriteAttention):
     """An AttentionBackend by own kernels, straight over the page table: decodes, drafts to verify, and chunks.
 
     launches: those of the prepared step, in each layer.
+    prompts: rows of the prepared step that torch attends to.
     """
 
-    def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int, dtype: torch.dtype) -> None:
-        """heads: of queries, which are of `dtype`."""
+    def __init__(
+        self,
+        pool: KvPool,
+        pages: PageTable,
+        spec: AttentionSpec,
+        heads: int,
+        dtype: torch.dtype,
+        *,
+        varlen: bool = False,
+    ) -> None:
+        """heads: of queries, which are of `dtype`. varlen: whether torch attends to prompts without a prefix."""
         self._pool, self._pages, self._spec, self._heads = pool, pages, spec, heads
         self._sinks = [layer.float().contiguous() for layer in spec.sinks]
         kv_heads, self._head_dim = pool.tensor.shape[3], pool.head_dim
@@ -44,11 +55,14 @@ class TritonAttention(FusedKvWriteAttention):
         self._numbers = torch.arange(len(pages.tensor), device=device)
         self._ones = torch.ones_like(self._numbers)
         self.launches: list[QueryBlocks] = []
+        self.prompts: list[PromptRun] = []
+        self._varlen = varlen
         self._few = min(FEW_QUERIES, self._block_size)
         self._bucket_columns = self._numbers[:0]
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the step into blocks of queries; see AttentionBackend."""
+        self.prompts = []
         if batch.bucket is not None:
             self.launches = self._bucket_launches(batch.bucket)
             return
@@ -70,8 +84,13 @@ class TritonAttention(FusedKvWriteAttention):
             # Kernels are compiled for each size: five powers of two, not sixteen.
             size = power_of_two(int(own_counts.max()))
             self.launches.append(self._split(tokens, sizes, places, owners, size, FEW_SPLITS))
-        if not few.all():
-            tokens, sizes = upload(cut(firsts[~few], counts[~few], self._block_size), device)
+        long = ~few
+        if self._varlen:
+            fresh = long & (batch.starts[decodes:] == 0)
+            self.prompts = prompt_runs(firsts, counts, fresh, device)
+            long &= ~fresh
+        if long.any():
+            tokens, sizes = upload(cut(firsts[long], counts[long], self._block_size), device)
             self.launches.append(QueryBlocks(tokens, sizes, self._block_size, 1))
 
     def plan_bucket(self, batch: ForwardBatch, bucket: Bucket) -> None:
@@ -146,6 +165,8 @@ class TritonAttention(FusedKvWriteAttention):
         )
         for blocks in self.launches:
             attend(blocks, how, self._pages.tensor, self._pages.page_size, batch.positions, batch.pool_rows, out)
+        for run in self.prompts:
+            attend_prompts(run, q, keys, values, batch.slots, layer, spec, out)
         return out.flatten(1)
 
     def _split(
