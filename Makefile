@@ -64,9 +64,12 @@ package: .venv/dev  ## build sdist and wheel, install the wheel and have it answ
 docs: .venv/dev  ## build the docs site into site/
 	$(BIN)/mkdocs build --strict
 
+# The kernels compile next to pip, which keeps one core busy. Without a compiler the package does without them.
 .venv/serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) $(TORCH_FLAGS) -e '.[torch]'
+	@echo 'installing into .venv and compiling the kernels for CPUs; this takes a few minutes'
+	@$(PYTHON) tokenyard/executor/native/build.py & kernels=$$!; \
+	TOKENYARD_BUILD_NATIVE=0 $(PIP_INSTALL) $(TORCH_FLAGS) -e '.[torch]' && { wait $$kernels || true; }
 	touch $@
 
 .venv/dev: .venv/serve

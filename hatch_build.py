@@ -1,9 +1,11 @@
 """Builds the native CPU kernels with the package where a C++ compiler is; without one the package has none.
 
-A package without them builds them at first use where it can, and else computes with torch alone.
+A package without them builds them at first use where it can, and else computes with torch alone. An editable install
+with TOKENYARD_BUILD_NATIVE=0 leaves that to who asks for it: its kernels are in the tree, not in the package.
 """
 
 import importlib.util
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,7 +21,8 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build before files are collected; see hatchling."""
-        if self.target_name != "wheel" or sys.platform != "linux":
+        elsewhere = version == "editable" and os.environ.get("TOKENYARD_BUILD_NATIVE") == "0"
+        if self.target_name != "wheel" or sys.platform != "linux" or elsewhere:
             return
         folder = Path(self.root) / NATIVE
         # Loaded by its path: the package itself cannot be imported here, as its dependencies are not there yet.
@@ -28,12 +31,8 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         assert spec.loader is not None
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
-        target = folder / "lib" / build.library_name()
         try:
-            if not target.is_file():
-                for old in target.parent.glob("*.so"):
-                    old.unlink()
-                build.build_library(target.parent)
+            build.build_packaged()
         except (build.BuildError, OSError) as error:
             self.app.display_warning(f"no native CPU kernels in this package: {error}")
             return

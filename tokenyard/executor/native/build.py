@@ -1,7 +1,8 @@
 """Builds the native library with the C++ compiler of the machine. Needs nothing but Python.
 
-The package's build calls it (hatch_build.py), and so does the first use of a package that came without a library. The
-result has a name that says what it was built from, so that an old one is never taken for a new one.
+The package's build calls it (hatch_build.py), and so does the first use of a package that came without a library. As a
+program it builds the library of this tree. The result's name says what it was built from, so that an old one is never
+taken for a new one.
 """
 
 import hashlib
@@ -10,12 +11,15 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src"
+PACKAGED = SOURCES.parent / "lib"
+"""Where the library of the package is."""
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-pthread")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
@@ -87,6 +91,14 @@ def build_library(
     return target
 
 
+def build_packaged() -> None:
+    """Build the library of the package unless it is there. Raises BuildError and OSError."""
+    if not (PACKAGED / library_name()).is_file():
+        for old in PACKAGED.glob("*.so"):
+            old.unlink()
+        build_library(PACKAGED)
+
+
 def _compile(
     compiler: list[str],
     source: Path,
@@ -114,3 +126,10 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
         raise BuildError(f"the C++ compiler {command[0]} failed: {lines[0].strip()}")
+
+
+if __name__ == "__main__" and sys.platform == "linux":
+    try:
+        build_packaged()
+    except (BuildError, OSError) as failure:
+        sys.exit(f"no native CPU kernels: {failure}")

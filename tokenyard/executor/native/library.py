@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenyard.executor.native.build import BuildError, build_library, library_name
+from tokenyard.executor.native.build import PACKAGED, BuildError, build_library, library_name
 
 logger = logging.getLogger(__name__)
 
-PACKAGED = Path(__file__).resolve().parent / "lib"
 DISABLE_VARIABLE = "TOKENYARD_DISABLE_NATIVE"
 LEVEL_VARIABLE = "TOKENYARD_NATIVE_LEVEL"
 LIBRARY_VARIABLE = "TOKENYARD_NATIVE_LIBRARY"
