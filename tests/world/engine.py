@@ -4,11 +4,10 @@ All code is the product's. Only what starts processes is written anew: `running_
 """
 
 import asyncio
-import atexit
 import contextlib
 import dataclasses
 import functools
-import shutil
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +52,7 @@ def text_side(model: str) -> Any:
 def adapter_folder(name: str) -> str:
     """The folder of a LoRA adapter, as far as the mock executor looks at it."""
     folder = _scratch_folder() / name
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("{}")
     (folder / "adapter_model.safetensors").write_text(name)
     return str(folder)
@@ -62,14 +61,15 @@ def adapter_folder(name: str) -> str:
 @functools.cache
 def weights_folder(name: str) -> str:
     """The folder of other weights of the model, of which the mock executor takes the path."""
-    (_scratch_folder() / name).mkdir()
+    (_scratch_folder() / name).mkdir(exist_ok=True)
     return str(_scratch_folder() / name)
 
 
 @functools.cache
 def _scratch_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="world-models-"))
-    atexit.register(shutil.rmtree, folder)
+    # It has the same name for all worlds, on which tokens of other weights depend, and is tiny, so it stays.
+    folder = Path(tempfile.gettempdir(), f"tokenyard-worlds-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 

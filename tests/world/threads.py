@@ -3,6 +3,7 @@
 What is created outside of the world's processes is real.
 """
 
+import os
 import queue
 import random
 import secrets
@@ -11,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+import starlette.concurrency
 
 from tests.world.clock import NS, Clock
 from tests.world.lockstep import LockstepThread, running
@@ -288,13 +291,22 @@ class _Queue:
         self.SimpleQueue = _QueueClass(clock)
 
 
+async def _run_sync(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Do at once what starlette does in a thread."""
+    return function(*args)
+
+
 def patches(world: Any) -> dict[tuple[Any, str], Any]:
     """What modules of the product find under which names while the world runs."""
-    found: dict[tuple[Any, str], Any] = {}
+    rng = random.Random(world.story.seed + 2)
+    found: dict[tuple[Any, str], Any] = {
+        (os, "urandom"): rng.randbytes,  # which uuid4 calls
+        (starlette.concurrency.anyio.to_thread, "run_sync"): _run_sync,
+    }
     fakes = {
         "threading": (threading, _Threading(world)),
         "queue": (queue, _Queue(world.clock)),
-        "secrets": (secrets, Secrets(random.Random(world.story.seed + 2))),
+        "secrets": (secrets, Secrets(rng)),
     }
     for name, module in sorted(sys.modules.items()):
         if name.startswith("tokenyard."):

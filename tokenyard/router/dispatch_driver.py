@@ -126,7 +126,7 @@ class OpenRequest(PendingRequest[HttpWorker], ABC):
 class DispatchDriver:
     """Reports events to the dispatch machine and performs its actions.
 
-    exchanges: all open requests. Used from one event loop.
+    exchanges: all open requests, in order of arrival. Used from one event loop.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -149,7 +149,7 @@ class DispatchDriver:
             make_policy(settings.decode_policy, options, failed=_policy_failed),
         )
         self.policy, self.queue = self.machine.policy, self.machine.queue
-        self.exchanges: set[OpenRequest] = set()
+        self.exchanges: dict[OpenRequest, None] = {}
         self.keys = open_tenant_keys(settings)
         self.draining = False
         self.worker_headers: list[tuple[bytes, bytes]] = []
@@ -216,7 +216,7 @@ class DispatchDriver:
     def arrived(self, request: OpenRequest) -> None:
         """A request for the workers has arrived."""
         self.metrics.requests += 1
-        self.exchanges.add(request)
+        self.exchanges[request] = None
         self.perform(self.machine.arrived(request, self.now_ns()))
 
     def resume(self, request: OpenRequest, way: str) -> None:
@@ -237,7 +237,7 @@ class DispatchDriver:
 
     def ended(self, request: OpenRequest) -> None:
         """A request has ended in any way."""
-        self.exchanges.discard(request)
+        self.exchanges.pop(request, None)
         if request.used_by:
             self._count_usage(request)
         self.machine.ended(request)

@@ -55,10 +55,10 @@ class KvEventSubscriptions:
         context = zmq.asyncio.Context()
         try:
             while True:
-                present = {target for worker in self._router.workers for target in worker.targets}
-                for target in present - self._tasks.keys():
+                present = [target for worker in self._router.workers for target in worker.targets]
+                for target in [target for target in present if target not in self._tasks]:
                     self._tasks[target] = asyncio.create_task(self._follow(context, target))
-                for target in self._tasks.keys() - present:
+                for target in [target for target in self._tasks if target not in present]:
                     self._tasks.pop(target).cancel()
                 await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
