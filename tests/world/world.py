@@ -473,7 +473,8 @@ class World:
         for place, engine in enumerate(self.engines):
             if engine.settings.disaggregation_mode == PREFILL or engine.process is None or not engine.process.alive:
                 continue
-            prompt = [3 + place] * 130
+            # No other prompt begins with it: of a page that was cached before a router followed, it cannot hear.
+            prompt = [200 + place] * 130
             digests = block_digests(np.array(prompt, np.int32))
             body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
             asked = client.post((engine.name, PORT), "/v1/completions", body)
