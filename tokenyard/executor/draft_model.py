@@ -123,11 +123,7 @@ class ModelDrafter:
         row, first = np.zeros(1, np.int32), np.zeros(1, np.int64)
         for length in lengths:
             if length <= self._pages.tensor.shape[1] * self._pages.page_size:
-                self._choose(self._logits_of_zeros(row, first, length), row, first)
-
-    def _logits_of_zeros(self, row: Int32Array, first: Int64Array, length: int) -> torch.Tensor:
-        """Logits behind a run of `length` tokens of id 0."""
-        return self._compute(row, first, [[0] * length])
+                self._choose(self._compute(row, first, [[0] * length]), row, first)
 
     def take(self, plan: StepPlan) -> None:
         """Register the rows that start with a plan. The plan's page writes must be applied."""
@@ -222,7 +218,8 @@ class ModelDrafter:
             places = np.flatnonzero(counts > index + 1)
             if len(places):
                 inputs = found[index, upload((places,), self._device)[0]]
-                logits = self._compute_next(pool_rows[places], starts[places] + index + 1, inputs)
+                batch = self._batch_of_ones(pool_rows[places], starts[places] + index + 1, inputs)
+                logits = self.model.step(batch)
         # The host waits once, for all drafts: each is the input of the next on the device.
         drafts: Int32Array = found.T.cpu().numpy().astype(np.int32)
         if sum(map(len, runs)) <= 2 * len(runs):
@@ -251,28 +248,25 @@ class ModelDrafter:
 
     def _compute(self, pool_rows: Int32Array, firsts: Int64Array, runs: list[list[int]]) -> torch.Tensor:
         """Run the draft model over `runs` of tokens, which begin at positions `firsts`; logits at each run's end."""
+        return self.model.step(self._batch_of_runs(pool_rows, firsts, runs))
+
+    def _batch_of_runs(self, pool_rows: Int32Array, firsts: Int64Array, runs: list[list[int]]) -> ForwardBatch:
+        """`runs` of tokens, which begin at positions `firsts`."""
         counts = np.array([len(run) for run in runs], np.int64)
         ends = np.cumsum(counts)
-        rows = np.repeat(pool_rows, counts)
         positions = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
-        columns = upload((np.concatenate(runs), positions, rows), self._device)
-        return self._step(columns[0], columns[1], columns[2], firsts, counts)
+        columns = upload((np.concatenate(runs), positions, np.repeat(pool_rows, counts)), self._device)
+        return self._batch(columns[0], columns[1], columns[2], firsts, counts)
 
-    def _compute_next(self, pool_rows: Int32Array, positions: Int64Array, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the draft model over one token of each row, int64[n] on the device; logits after each."""
+    def _batch_of_ones(self, pool_rows: Int32Array, positions: Int64Array, tokens: torch.Tensor) -> ForwardBatch:
+        """One token of each row, int64[n] on the device."""
         columns = upload((positions, pool_rows), self._device)
-        return self._step(tokens, columns[0], columns[1], positions, np.ones(len(pool_rows), np.int64))
-
-    def _step(
-        self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, firsts: Int64Array, counts: Int64Array
-    ) -> torch.Tensor:
-        """Run the draft model over tokens (int64[T] columns on the device) of runs; logits at each run's end."""
-        return self.model.step(self._batch(tokens, positions, rows, firsts, counts))
+        return self._batch(tokens, columns[0], columns[1], positions, np.ones(len(pool_rows), np.int64))
 
     def _batch(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, firsts: Int64Array, counts: Int64Array
     ) -> ForwardBatch:
-        """The batch of `_step`."""
+        """Tokens (int64[T] columns on the device) of runs, whose ends have logits."""
         slots = self._pages.slots(rows, positions).to(torch.int64)
         self._valid[slots] = True
         return ForwardBatch(

@@ -48,10 +48,6 @@ class HeadDrafter(ModelDrafter):
         self._inputs = inputs
         self._held: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def _logits_of_zeros(self, row: Int32Array, first: Int64Array, length: int) -> torch.Tensor:
-        found = self._head.layers.hidden_states(length).zero_()
-        return self._advance(row, first, [[0] * length], found, np.array([length - 1], np.int64))[1]
-
     def take(self, plan: StepPlan) -> None:
         """Register the rows that start with a plan."""
         super().take(plan)
@@ -80,7 +76,7 @@ class HeadDrafter(ModelDrafter):
         if len(found) > MAX_HELD and known > 0:
             tokens = self.rows[pool_row].ids[first + 1 : first + 1 + min(known, len(found))]
             row, begin = np.array([pool_row], np.int32), np.array([first], np.int64)
-            self._advance(row, begin, [tokens], found[: len(tokens)], np.zeros(0, np.int64))
+            self._advance(row, begin, [tokens], found[: len(tokens)], logits=False)
             first, found = first + len(tokens), found[len(tokens) :].clone()
         self._held[pool_row] = first, found
 
@@ -92,8 +88,7 @@ class HeadDrafter(ModelDrafter):
             firsts[place] = first
             runs.append(self.rows[pool_row].ids[first + 1 : start + 1])
             held.append(kept[: start - first])
-        ends = np.cumsum([len(run) for run in runs]) - 1
-        hidden, logits = self._advance(pool_rows, firsts, runs, torch.cat(held), ends)
+        hidden, logits = self._advance(pool_rows, firsts, runs, torch.cat(held))
         places = np.arange(len(pool_rows))
         drafts = torch.zeros(int(counts.max()), len(pool_rows), dtype=torch.int64, device=self._device)
         for index in range(len(drafts)):
@@ -105,14 +100,16 @@ class HeadDrafter(ModelDrafter):
             if len(places):
                 hidden = hidden[upload((left,), self._device)[0]]
                 inputs = drafts[index, upload((places,), self._device)[0]]
-                columns = upload((starts[places] + index, pool_rows[places]), self._device)
-                batch = self._batch(
-                    inputs, columns[0], columns[1], starts[places] + index, np.ones(len(places), np.int64)
-                )
+                batch = self._batch_of_ones(pool_rows[places], starts[places] + index, inputs)
                 hidden, logits = self._head.step(self._model, batch, hidden)
         found: Int32Array = drafts.T.cpu().numpy().astype(np.int32)
         self._times.drafted((self.clock() - began) / found.shape[1])
         return found
+
+    def _compute(self, pool_rows: Int32Array, firsts: Int64Array, runs: list[list[int]]) -> torch.Tensor:
+        """See ModelDrafter. The head reads zeros, as if nothing was found."""
+        nothing = self._head.layers.hidden_states(sum(map(len, runs))).zero_()
+        return self._advance(pool_rows, firsts, runs, nothing)[1]
 
     def _advance(
         self,
@@ -120,15 +117,13 @@ class HeadDrafter(ModelDrafter):
         firsts: Int64Array,
         runs: list[list[int]],
         hidden: torch.Tensor,
-        logit_tokens: Int64Array,
+        *,
+        logits: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head over positions of rows from `firsts` on. runs: the tokens after them; hidden: [tokens, hidden],
-        what was found at them. Returns what DraftHead.step does of `logit_tokens`.
+        what was found at them. Returns what DraftHead.step does of the runs' ends, of none without `logits`.
         """
-        counts = np.array([len(run) for run in runs], np.int64)
-        ends = np.cumsum(counts)
-        positions = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
-        columns = upload((np.concatenate(runs), positions, np.repeat(pool_rows, counts)), self._device)
-        batch = self._batch(columns[0], columns[1], columns[2], firsts, counts)
-        batch.logit_tokens = upload((logit_tokens,), self._device)[0]
+        batch = self._batch_of_runs(pool_rows, firsts, runs)
+        if not logits:
+            batch.logit_tokens = batch.logit_tokens[:0]
         return self._head.step(self._model, batch, hidden)
