@@ -17,7 +17,7 @@ from tokenyard.executor.attention.backend import KvSlots  # noqa: E402
 from tokenyard.executor.attention.triton import attention_kernel as attention  # noqa: E402
 from tokenyard.executor.attention.triton import layer_kernels as layers  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, FEW_SPLITS  # noqa: E402
-from tokenyard.executor.attention.triton.expert_kernels import FEW, multiply_groups  # noqa: E402
+from tokenyard.executor.attention.triton.expert_kernels import FEW, PackedExperts, multiply_groups  # noqa: E402
 from tokenyard.executor.attention.triton.fp8_kernels import quantize_rows  # noqa: E402
 from tokenyard.executor.attention.triton.lora_kernels import add_lora, output_tiles  # noqa: E402
 from tokenyard.executor.attention.triton.packed_kv import store_packed  # noqa: E402
@@ -159,16 +159,39 @@ def test_the_other_kernels_fit_devices(capability, dtype):
     assert len(launches.binaries) == 12
 
 
-@pytest.mark.parametrize("capability", SHARED_LIMITS)
-def test_packed_experts_fit_devices(capability):
-    """Of gpt-oss-20b, for a few rows and for many; packed experts are multiplied in bfloat16 alone."""
-    numbers, ends = torch.zeros(32, 128, 90, 16, dtype=torch.uint8), torch.zeros(32, dtype=torch.int32)
-    bias = torch.zeros(32, 128, dtype=torch.bfloat16)
+def experts_of(kind, capability):
+    """Weights of gpt-oss-20b (mxfp4), and others of Qwen3-30B-A3B's shape."""
+    if kind == "mxfp4":
+        numbers = torch.zeros(32, 128, 90, 16, dtype=torch.uint8)
+        return PackedExperts(numbers, numbers[..., 0].contiguous())
+    scales = torch.zeros(128, 128, 16)
+    if kind == "int4":
+        return PackedExperts(torch.zeros(128, 128, 16, 64, dtype=torch.uint8), scales, scales.to(torch.uint8))
+    numbers = torch.zeros(128, 128, 16, 128, dtype=torch.uint8)
+    if kind == "int8":
+        return PackedExperts(numbers, scales, None, torch.int8)
+    return PackedExperts(numbers, scales, None, torch.float8_e4m3fn, convert=capability >= 89)
+
+
+EXPERTS = [*(("mxfp4", capability) for capability in SHARED_LIMITS), ("int4", 86), ("fp8", 80), ("fp8", 90)]
+OTHER_EXPERTS = [one for one in product(("int4", "fp8", "int8"), SHARED_LIMITS) if one not in EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"), [*EXPERTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHER_EXPERTS)]
+)
+def test_packed_experts_fit_devices(kind, capability):
+    """For a few rows and for many; packed experts are multiplied in bfloat16 alone."""
+    weights = experts_of(kind, capability)
+    experts, outputs, groups = weights.scales.shape
+    bias = torch.zeros(experts, outputs, dtype=torch.bfloat16) if kind == "mxfp4" else None
     with pretended_launches(capability, compiled=True) as launches:
         for rows in (6, FEW + 1):
-            inputs = torch.zeros(rows, 90 * 32, dtype=torch.bfloat16)
-            multiply_groups(inputs, numbers, numbers[..., 0].contiguous(), bias, ends)
+            inputs = torch.zeros(rows, groups * weights.group, dtype=torch.bfloat16)
+            multiply_groups(inputs, weights, bias, torch.zeros(experts, dtype=torch.int32))
     check(launches.binaries, capability)
     assert len(launches.binaries) == 2
     for each in launches.binaries:
         assert "mma" in each.ptx
+        # A device that converts fp8 is not given its bits one by one.
+        assert ("e4m3" in each.ptx) == (kind == "fp8" and capability >= 89)

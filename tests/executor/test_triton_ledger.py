@@ -13,7 +13,7 @@ need_compiler()
 
 from tests.executor.driver import GREEDY, Driver  # noqa: E402
 from tests.executor.fake_varlen import pretend_varlen  # noqa: E402
-from tests.executor.packed_models import gpt_oss_checkpoint  # noqa: E402
+from tests.executor.packed_models import MODELS, gpt_oss_checkpoint, packed_checkpoint, save_plain  # noqa: E402
 from tokenyard.base import SamplingParams  # noqa: E402
 from tokenyard.executor import backend_choice  # noqa: E402
 from tokenyard.executor.attention.triton.plan_kernel import prepare_by_triton  # noqa: E402
@@ -75,6 +75,7 @@ def record_steps(executor, config):
         ("gemma2", 4, True),
         ("gpt-oss", 1, False),
         ("packed gpt-oss", 1, True),
+        ("packed moe", 1, True),
         ("llama-odd", 4, False),
         ("varlen qwen3-layers", 4, True),
     ],
@@ -85,7 +86,11 @@ def test_serving_compiles_nothing_after_the_warm_up(folder, tmp_path, zeros, mon
         case = case.removeprefix("varlen ")
         monkeypatch.setattr(backend_choice, "varlen_why_not", lambda *_: "")
         prompts = pretend_varlen(monkeypatch)
-    path = gpt_oss_checkpoint(tmp_path)[0] if case.startswith("packed") else folder(case)
+    if case == "packed moe":
+        save_plain(*MODELS["moe"][::2], tmp_path)
+        path = packed_checkpoint(tmp_path, tmp_path, "fp8-blocks")[0]
+    else:
+        path = gpt_oss_checkpoint(tmp_path)[0] if case.startswith("packed") else folder(case)
     executor = load_executor(
         path,
         device="cpu",

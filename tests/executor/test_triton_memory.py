@@ -123,6 +123,17 @@ def test_a_captured_step_of_rows_of_all_kinds_allocates_what_is_kept_for_it(name
     assert 0.5 < allocations.peak / bucket_bytes(config, bucket.tokens, 2) <= 1
 
 
+def test_packed_experts_allocate_nothing_but_what_they_find():
+    from tokenyard.executor.attention.triton.expert_kernels import PackedExperts, multiply_groups
+
+    numbers = torch.zeros(128, 1536, 16, 128, dtype=torch.uint8, device=GPU)
+    weights = PackedExperts(numbers, torch.zeros(128, 1536, 16, device=GPU), None, torch.float8_e4m3fn)
+    x, ends = torch.zeros(8192 * 8, 2048, dtype=torch.bfloat16, device=GPU), torch.zeros(128, device=GPU).int()
+    with pretended_launches(), torch.inference_mode(), Allocations() as allocations:
+        multiply_groups(x, weights, None, ends)
+    assert allocations.peak == len(x) * 1536 * 2
+
+
 @pytest.mark.parametrize(
     ("device_gb", "name", "least_tokens"),
     [(24, "Llama-3-8B", 2e4), (80, "Llama-3-8B", 3.5e5), (141, "Llama-3-8B", 7e5)],

@@ -2,7 +2,7 @@
 
 import torch
 
-from tokenyard.executor.formats.cuda_experts import multiplies_mxfp4, packed_experts
+from tokenyard.executor.formats.cuda_experts import keeps_packed, packed_experts
 from tokenyard.executor.formats.cuda_products import cuda_product
 from tokenyard.executor.layers.grouped_experts import GroupedExperts, stacked
 from tokenyard.executor.layers.grouped_experts import why_not as why_not_grouped
@@ -32,7 +32,7 @@ def experts_of(config: ModelConfig, weights: Weights, prefix: str) -> Experts:
     down = [{f"{name}.down_proj": hidden} for name in names]
     gated = gating(config.activation, config.gate_limit)
     both = (gate_up, hidden), (down, inter)
-    if multiplies_mxfp4(like):
+    if keeps_packed(like):
         packed = [
             packed_experts(weights, own, inputs, [fused_bias(weights, one) for one in own] if bias else (), like.device)
             for own, inputs in both
