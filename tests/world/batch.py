@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tests.world.client import true_tokens
+from tests.world.client import is_prefix
 
 POLL_S = 1.0
 
@@ -16,7 +16,7 @@ class BatchAsk:
 
     host: the engine or the router that it is sent to.
     lines: the prompt of each, and how many tokens it asks for.
-    weights: as in `client.Ask`.
+    weights, divided: as in `client.Ask`.
     """
 
     number: int
@@ -24,6 +24,7 @@ class BatchAsk:
     host: str
     lines: list[tuple[list[int], int]]
     weights: tuple[str, ...] = ("",)
+    divided: bool = False
 
     def __str__(self) -> str:
         return f"{self.at_s:.2f} s: batch {self.number} to {self.host}, {len(self.lines)} lines"
@@ -64,10 +65,8 @@ def _violations(ask: BatchAsk, lines: list[dict[str, Any]]) -> list[str]:
     for line in lines:
         prompt, count = ask.lines[int(line["custom_id"])]
         tokens = line["response"]["body"]["choices"][0]["token_ids"]
-        truths = [true_tokens(prompt, count, "", weights) for weights in ask.weights]
-        possible = list(zip(*truths, strict=True))
-        if len(tokens) != count or any(token not in each for token, each in zip(tokens, possible, strict=True)):
-            found.append(f"line {line['custom_id']} has tokens {tokens[:8]}... instead of {truths[0][:8]}...")
+        if len(tokens) != count or not is_prefix(tokens, prompt, count, "", ask.weights, divided=ask.divided):
+            found.append(f"line {line['custom_id']} has {len(tokens)} of {count} tokens, {tokens[:8]}...")
     return found
 
 

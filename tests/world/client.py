@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.world import divided_model
 from tests.world.engine import MODEL, adapter_folder, text_side
 from tokenyard.base import WeightSource
 from tokenyard.executor.kv_ownership_check import history_marks, mix
@@ -33,6 +34,34 @@ def true_tokens(prompt: list[int], count: int, adapter: str = "", weights: str =
         tokens += np.isin(tokens, INFO.eos_token_ids)
         tokens %= INFO.vocab_size
     return tokens.tolist()
+
+
+def is_prefix(
+    tokens: list[int], prompt: list[int], count: int, adapter: str, weights: tuple[str, ...], *, divided: bool
+) -> bool:
+    """Whether tokens begin a true answer, each being one that some of the weights choose."""
+    if len(tokens) > count:
+        return False
+    if not divided:
+        truths = zip(*(true_tokens(prompt, len(tokens), adapter, folder) for folder in weights), strict=True)
+        return all(token in possible for token, possible in zip(tokens, truths, strict=True))
+    answer = divided_model.Answer(prompt, INFO)
+    for token in tokens:
+        if all(token != answer.next(folder) for folder in weights):
+            return False
+        answer.take(token)
+    return True
+
+
+def answer_of(ask: "Ask") -> list[int]:
+    """A true answer, by the weights of the start."""
+    if not ask.divided:
+        return true_tokens(ask.prompt_ids(), ask.tokens, ask.adapter)
+    answer, tokens = divided_model.Answer(ask.prompt_ids(), INFO), list[int]()
+    for _ in range(ask.tokens):
+        tokens.append(answer.next(""))
+        answer.take(tokens[-1])
+    return tokens
 
 
 @functools.cache
@@ -60,6 +89,7 @@ class Ask:
     session: the session that it is a turn of; "" for none.
     closes: whether the client closes the session after the answer.
     weights: the weights that engines may have in turn while it runs, as folders; "" for those of the start.
+    divided: whether the model is that of ranks (`divided_model.py`) in place of the mock's.
     """
 
     number: int
@@ -78,6 +108,7 @@ class Ask:
     session: str = ""
     closes: bool = False
     weights: tuple[str, ...] = ("",)
+    divided: bool = False
 
     @property
     def path(self) -> str:
@@ -261,13 +292,9 @@ async def post(address: tuple[str, int], path: str, body: dict[str, Any]) -> int
 def violations(seen: Seen) -> list[str]:
     """What is wrong with an answer, whatever happened to the fleet."""
     ask, found, prompt = seen.ask, list(seen.wrong), seen.ask.prompt_ids()
-    truths = [true_tokens(prompt, ask.tokens, ask.adapter, weights) for weights in ask.weights]
     for answer in seen.answers.values():
-        possible = list(zip(*truths, strict=True))[: len(answer.tokens)]
-        if len(answer.tokens) > ask.tokens or any(
-            token not in tokens for token, tokens in zip(answer.tokens, possible, strict=False)
-        ):
-            found.append(f"tokens {answer.tokens[:8]}... are not a prefix of {truths[0][:8]}...")
+        if not is_prefix(answer.tokens, prompt, ask.tokens, ask.adapter, ask.weights, divided=ask.divided):
+            found.append(f"tokens {answer.tokens[:8]}... are not a prefix of {answer_of(ask)[:8]}...")
         elif seen.end == "done":
             found += _incomplete(answer, ask.tokens)
     if seen.end == "done":

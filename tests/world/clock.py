@@ -39,6 +39,7 @@ def installed(clock: Clock, more: dict[tuple[Any, str], Any]) -> Iterator[None]:
     fakes: dict[tuple[Any, str], Any] = {
         (time, "monotonic_ns"): lambda: clock.now_ns,
         (time, "monotonic"): lambda: clock.now_ns / NS,
+        (time, "perf_counter"): lambda: clock.now_ns / NS,
         (time, "time_ns"): lambda: clock.now_ns + clock.wall_offset_ns,
         (time, "time"): lambda: (clock.now_ns + clock.wall_offset_ns) / NS,
         (time, "sleep"): lambda seconds: clock.sleep(seconds),

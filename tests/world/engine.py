@@ -16,6 +16,8 @@ from typing import Any
 from tests.engine.text_helpers import DEMO_TOKENIZER
 from tests.world.lockstep import LockstepThread
 from tests.world.network import FakeSocket, Process
+from tests.world.ranks import RankProcess
+from tokenyard.base import DeviceLostError, EngineDeadError
 from tokenyard.base.request import weight_version
 from tokenyard.config import Settings
 from tokenyard.engine.detokenizer.assembler import TextAssembler
@@ -25,6 +27,7 @@ from tokenyard.engine.processes.launch import load_tokenizer_and_template
 from tokenyard.engine.processes.messages import Fence
 from tokenyard.engine.scheduler_process.driver import DeviceBrokenError
 from tokenyard.engine.scheduler_process.health.liveness import HEARTBEAT_INTERVAL_S
+from tokenyard.engine.scheduler_process.health.watchdog import Watchdog
 from tokenyard.engine.scheduler_process.scheduler_loop import SchedulerLoop
 from tokenyard.routing.balance import RankBalancer
 from tokenyard.server.http.connections import ConnectionLimits
@@ -91,7 +94,14 @@ class Scheduler:
         world.threads.append(self.thread)
 
     def _main(self) -> None:
-        self.loop = SchedulerLoop(self._config.for_rank(self.rank), self, self.put, rank=self.rank)
+        try:
+            self.loop = SchedulerLoop(self._config.for_rank(self.rank), self, self.put, rank=self.rank)
+        except (EngineDeadError, DeviceLostError):
+            self.world.outside(0.0, self.on_failed, self)
+            return
+        if self.loop.divided is not None:
+            watchdog = Watchdog(0.0, self.loop.core, lambda report: None, self.loop.flush_tape)
+            self.loop.divided.on_lost(watchdog.device_lost)
         self.world.outside(0.0, self._started)
         try:
             self.loop.run()
@@ -142,6 +152,7 @@ class Scheduler:
         self.process.stopped = False
         for thread in list(self.process.threads):
             thread.kill()
+        self.world.ranks.ended(self.process)
 
 
 class WorldServer(DrainingServer):
@@ -155,8 +166,8 @@ class WorldServer(DrainingServer):
 class Engine:
     """One `tokenyard serve`. Also the API process's link to its schedulers."""
 
-    def __init__(self, world: Any, name: str, device: dict[str, int], **settings: Any) -> None:
-        """device: further options of the mock executor."""
+    def __init__(self, world: Any, name: str, device: dict[str, int], tp_size: int, **settings: Any) -> None:
+        """device: further options of the mock executor. tp_size: ranks of each model, 0 for the mock."""
         self.world, self.name = world, name
         stores = settings.get("enable_hierarchical_cache") and "hicache_storage_url" not in settings
         self.disk = world.disks.add(name) if stores or settings.get("file_storage_path") else None
@@ -170,9 +181,9 @@ class Engine:
             Settings(model_path=MODEL, executor="mock", host=name, port=PORT, watchdog_timeout_s=0.0, **settings)
         )
         self.config = engine_config(self.settings)
-        self.config = dataclasses.replace(
-            self.config, executor_options=self.config.executor_options | {"check_kv": True} | device
-        )
+        options = self.config.executor_options | {"check_kv": True} | device
+        # The flags refuse to divide a mock, and the world's model is loaded in the place of a real one.
+        self.config = dataclasses.replace(self.config, executor_options=options, tp_size=max(1, tp_size))
         self.schedulers: dict[int, Scheduler] = {}
         self.process: Process | None = None
         self.manager: TokenizerManager | None = None
@@ -241,6 +252,9 @@ class Engine:
         """kill -9 a scheduler process; the supervisor notices and starts another."""
         if scheduler.source not in self.schedulers:
             return  # all of the engine has ended meanwhile
+        if self.manager is None:  # an engine that cannot start ends, and is started again
+            self.world.exited(self)
+            return
         scheduler.kill()
         self.world.disks.crash(scheduler.process.name, power=False)
         del self.schedulers[scheduler.source]
@@ -261,6 +275,8 @@ class Engine:
     def kill(self, *, host: bool = False) -> None:
         """kill -9 all processes; with `host`, the machine loses power and no peer hears of it."""
         self.world.network.kill(self.process, host=host)
+        for rank in self.ranks():
+            rank.kill()
         for scheduler in self.schedulers.values():
             scheduler.kill(host=host)
         self.schedulers.clear()
@@ -277,7 +293,12 @@ class Engine:
             self.world.loop.resume(process)
 
     def _processes(self) -> list[Process]:
-        return [self.process, *(scheduler.process for scheduler in self.schedulers.values())]
+        schedulers = [scheduler.process for scheduler in self.schedulers.values()]
+        return [self.process, *schedulers, *(rank.process for rank in self.ranks())]
+
+    def ranks(self) -> list[RankProcess]:
+        """The other ranks of its models."""
+        return [rank for scheduler in self.schedulers.values() for rank in self.world.ranks.of(scheduler.process)]
 
     def drain(self) -> None:
         """SIGTERM."""
@@ -319,6 +340,9 @@ class Engine:
             if state.used_tokens or state.held_tokens or core.has_work:
                 found.append(f"{scheduler.process.name} holds {state.used_tokens} KV tokens, has work: {core.has_work}")
             found += self._left_elsewhere(scheduler.process)
+            others = len(self.world.ranks.of(scheduler.process))
+            if others != self.config.tp_size - 1:
+                found.append(f"{scheduler.process.name} has {others} of {self.config.tp_size - 1} other ranks")
             if self.manager is not None and weight_version(core.weights) != self.manager.weights.version:
                 wanted = self.manager.weights.version
                 found.append(f"{scheduler.process.name} has weights {core.weights!r} in place of {wanted!r}")

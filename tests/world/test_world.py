@@ -11,6 +11,8 @@ from tests.world.world import Fault, Story, make_story, run
 from tokenyard.cache.state_checkpoints import StateCheckpoints
 from tokenyard.engine.frontend.scheduler_client import SchedulerClient
 from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
+from tokenyard.executor.distributed.rank0 import ModelRanks
+from tokenyard.executor.forward_batch import PageTable
 from tokenyard.router import kv_event_subscriber
 from tokenyard.router.stream_continuation import Continuation
 
@@ -96,6 +98,38 @@ def test_tokens_repeated_in_a_continuation_are_noticed_and_the_story_is_cut_down
     assert len(shorter.asks) <= 2
 
 
+def divided(story):
+    """The same with models of two ranks."""
+    return replace(story, tp_size=2, asks=[replace(ask, divided=True) for ask in story.asks])
+
+
+@pytest.mark.slow
+def test_a_model_that_loses_a_rank_costs_no_answer(monkeypatch):
+    lost = []
+    give_up = ModelRanks.give_up
+    monkeypatch.setattr(ModelRanks, "give_up", lambda self, reason: lost.append(reason) or give_up(self, reason))
+    killed, stopped = Fault(0.5, "rank killed", "engine0"), Fault(1.0, "rank stopped", "engine1", 3.0)
+    outcome = run(divided(short_story(killed, stopped, Fault(0.2, "rank slow", "engine1", 0.5), requests=12)))
+    assert outcome.violations == []
+    assert outcome.lost == 0
+    assert "tensor-parallel rank 1 was killed by signal 9" in lost
+    assert "tensor-parallel rank 1 is stalled" in lost
+
+
+@pytest.mark.slow
+def test_wrong_kv_at_a_rank_is_noticed(monkeypatch):
+    write = PageTable.write
+
+    def forget(self, plan):
+        write(self, plan)
+        if not plan.row_starts and self.host is not None and len(plan.page_ids) > 1:
+            self.host[plan.page_rows[0], plan.page_columns[0]] = plan.page_ids[1]
+
+    monkeypatch.setattr(PageTable, "write", forget)
+    found = run(divided(short_story(requests=4))).violations
+    assert any("not a prefix" in text for text in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("slot_pages", [0, 2])
 def test_a_hit_without_its_recurrent_state_is_noticed(slot_pages, monkeypatch):
@@ -129,7 +163,7 @@ def test_a_router_that_no_longer_hears_of_a_cache_is_noticed(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(7), 22])
 def test_worlds_of_fixed_seeds(seed):
     story = make_story(seed)
     outcome = run(story)

@@ -183,6 +183,10 @@ class Thread:
         finally:
             self._ended.wake()
 
+    @property
+    def ident(self) -> int | None:
+        return None if self._thread is None else id(self._thread)
+
     def is_alive(self) -> bool:
         return self._thread is not None and not self._thread.ended
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.world import batch, client, sockets, threads, valkey, zeromq
+from tests.world import batch, client, ranks, sockets, threads, valkey, zeromq
 from tests.world.census import census, growth, shared_tables
 from tests.world.clock import NS, Clock, installed
 from tests.world.disk import Disks
@@ -26,6 +26,7 @@ from tests.world.foreign import ForeignEngine
 from tests.world.lockstep import LockstepThread, running
 from tests.world.loop import WorldLoop, current
 from tests.world.network import KEEPALIVE_S, FakeSocket, Network, Process
+from tests.world.ranks import Ranks
 from tests.world.sockets import Sockets
 from tests.world.valkey import ValkeyHost
 from tokenyard.base import DeviceLostError
@@ -37,6 +38,7 @@ from tokenyard.engine.scheduler_process import scheduler_loop
 from tokenyard.engine.scheduler_process.attachments import kv_store
 from tokenyard.engine.scheduler_process.attachments.disagg import DisaggConnector
 from tokenyard.engine.scheduler_process.attachments.kv_store import KvStoreConnector
+from tokenyard.executor.mock import MockExecutor
 from tokenyard.kv_store import slab
 from tokenyard.router import batches as router_batches
 from tokenyard.router import process as router_process
@@ -90,6 +92,8 @@ class Story:
     kv_events: str = ""
     """`events`: engines publish what their prefix caches hold, and routers follow; `replay`: and ask for what they
     missed."""
+    tp_size: int = 0
+    """Ranks of the model of each scheduler; 0 where that is the mock."""
     device: dict[str, int] = field(default_factory=dict)
     """What the model of all engines has: recurrent states, in options of the mock executor."""
     hours: float = 0.0
@@ -121,6 +125,7 @@ class Story:
             + (f", PD {self.disagg}" if self.disagg else "")
             + ", a Valkey" * self.valkey
             + f", KV events: {self.kv_events}" * bool(self.kv_events)
+            + f", {self.tp_size} tensor-parallel ranks" * bool(self.tp_size)
             + f", recurrent states: {self.device}" * bool(self.device)
         )
         asked = [*map(str, self.asks[:4]), *map(str, self.batches)]
@@ -235,8 +240,9 @@ class World:
         """What moves KV between engines, by scheduler."""
         self.kv_stores: dict[Process, KvStoreConnector | None] = {}
         self.executors: dict[Process, Any] = {}
+        self.ranks = Ranks(self)
         self.engines = [
-            Engine(self, f"engine{i}", story.device, dp_size=story.ranks, **story.settings_of(i))
+            Engine(self, f"engine{i}", story.device, story.tp_size, dp_size=story.ranks, **story.settings_of(i))
             for i in range(story.engines)
         ]
         foreign = random.Random(story.seed + 1)
@@ -330,6 +336,16 @@ class World:
                     if executor is not None:
                         _break_device(executor, fault.kind)
                         later(executor.__dict__.pop, "collect", None)
+            case "rank killed" | "rank stopped" | "rank slow":
+                for rank in host.ranks()[-1:]:
+                    if fault.kind == "rank killed":
+                        rank.kill()
+                    elif fault.kind == "rank stopped":
+                        rank.process.stop()
+                        later(self.loop.resume, rank.process)
+                    else:
+                        rank.slow_s = SLOW_STEP_S
+                        later(setattr, rank, "slow_s", 0.0)
             case "disk full" | "disk slow" | "disk broken" | "bit flips" if host.disk is None:
                 pass
             case "disk full":
@@ -413,7 +429,7 @@ class World:
         return Outcome(self.seen, found, begun / NS, lost, digest, self.done, self.tables)
 
     def _patches(self) -> dict[tuple[Any, str], Any]:
-        patches = threads.patches(self) | sockets.patches(self) | zeromq.patches(self)
+        patches = threads.patches(self) | sockets.patches(self) | zeromq.patches(self) | ranks.patches(self)
         # Its clock is an argument, whose default is the real one.
         for module in (batches, router_batches):
             patches[module, "BatchApi"] = partial(BatchApi, clock=lambda: time.time())
@@ -460,6 +476,7 @@ class World:
         for host in self.hosts():
             if host.process is not None and host.process.alive:
                 found += host.left_over()
+        found += self.ranks.left_over()
         if self.story.kv_events:
             found += await self._unheard()
         return found + self._unexcused(begin) + self._grown()
@@ -580,9 +597,10 @@ def _break_device(executor: Any, kind: str) -> None:
     """Have the next step fail, or lose the device with it, or have each step take longer."""
     collect = executor.collect
     error = DeviceLostError(BROKEN_DEVICE) if kind == "device lost" else RuntimeError(BROKEN_DEVICE)
+    owner, name = (executor, "launch") if isinstance(executor, MockExecutor) else (executor.model, "step")
 
-    def fail(plan: Any) -> None:
-        del executor.launch
+    def fail(given: Any) -> None:
+        delattr(owner, name)
         raise error
 
     def collect_late(ticket: Any) -> Any:
@@ -592,14 +610,20 @@ def _break_device(executor: Any, kind: str) -> None:
     if kind == "device slow":
         executor.collect = collect_late
     else:
-        executor.launch = fail
+        setattr(owner, name, fail)
 
 
 def _harmless(line: str) -> bool:
     """Errors that say what a fault did, not that something is wrong."""
     return any(
         part in line
-        for part in ("scheduler ended", "was killed", "not changed: the scheduler is being started", BROKEN_DEVICE)
+        for part in (
+            "scheduler ended",
+            "was killed",
+            "not changed: the scheduler is being started",
+            BROKEN_DEVICE,
+            "is stalled",
+        )
     )
 
 
@@ -611,8 +635,7 @@ def _later_turns(first: client.Ask, rng: random.Random, number: int) -> list[cli
     """More turns of a session: each repeats the last prompt and its answer, and adds to them."""
     first.session, turns, last = f"session-{number}", [], first
     for _ in range(rng.randint(1, 4)):
-        answer = client.true_tokens(last.prompt, last.tokens, last.adapter)
-        prompt = last.prompt + answer + [rng.randrange(3, 200) for _ in range(rng.randint(1, 30))]
+        prompt = last.prompt + client.answer_of(last) + [rng.randrange(3, 200) for _ in range(rng.randint(1, 30))]
         if len(prompt) + last.tokens > CONTEXT_LENGTH:
             break
         at_s, router = last.at_s + rng.uniform(0.5, 8), rng.choice((last.router, first.router))
@@ -629,10 +652,12 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
     rate: requests a second, without the later turns of sessions.
     """
     rng = random.Random(seed)
+    divided = random.Random(f"{seed} tensor parallel")
+    tp_size = divided.choice((2, 2, 3)) if divided.random() < 0.2 else 0
     engines, routers, seconds = rng.randint(2, 4), rng.randint(1, 3), rng.uniform(30, 60)
     seconds, more = (3600 * hours, 1 + round(10 * hours)) if hours else (seconds, 1)
     shared = [[rng.randrange(3, 200) for _ in range(rng.choice((8, 60, 150, 300)))] for _ in range(6)]
-    adapters = ("", "", *ADAPTERS) if rng.random() < 0.3 else ("",)
+    adapters = ("", "", *ADAPTERS) if rng.random() < 0.3 and not tp_size else ("",)
     weights = ("", *map(weights_folder, WEIGHTS)) if rng.random() < 0.2 else ("",)
     asks: list[client.Ask] = []
     at = 0.0
@@ -653,8 +678,9 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
             n=rng.choice((1,) * 9 + (3,)),
             priority=rng.choice((0, 0, 0, 1, 5)),
             adapter=rng.choice(adapters),
-            regex=f"[a-z ]{{1,{rng.randint(1, 40)}}}" if rng.random() < 0.1 else "",
+            regex=f"[a-z ]{{1,{rng.randint(1, 40)}}}" if rng.random() < 0.1 and not tp_size else "",
             weights=weights,
+            divided=tp_size > 0,
         )
         asks.append(ask)
         if not ask.chat and rng.random() < 0.1:
@@ -706,7 +732,7 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
         settings |= {"enable_lora": True, "max_loaded_loras": rng.choice((3, 8)), "max_loras_per_batch": 2}
     if stores:
         settings |= {"enable_hierarchical_cache": True, "hicache_storage_gb": rng.choice((0.0002, 0.01))}
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and not tp_size:
         settings |= {"speculative_algorithm": "NGRAM", "mock_draft_acceptance": rng.choice((0.2, 0.8))}
     foreign = 1 if rng.random() < 0.25 else 0
     ranks = rng.choice((1, 1, 2))
@@ -728,7 +754,7 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
         for number in range(rng.randint(1, 3) * more):
             lines = [(rng.choice(shared)[: rng.randint(4, 300)], rng.choice((1, 4, 30, 80))) for _ in range(12)]
             engine, at = rng.choice(harmed), rng.uniform(1, seconds)
-            asked.append(batch.BatchAsk(number, at, engine, lines, weights))
+            asked.append(batch.BatchAsk(number, at, engine, lines, weights, tp_size > 0))
             kind = rng.choice(("kill", "power", "drain", "kill scheduler", "disk full", "disk broken"))
             faults.append(Fault(at + rng.uniform(0, 8), kind, engine, rng.uniform(0.2, 12)))
     rng = random.Random(f"{seed} Valkey")
@@ -746,7 +772,7 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
         for number in range(len(asked), len(asked) + rng.randint(1, 2) * more):
             lines = [(rng.choice(shared)[: rng.randint(4, 300)], rng.choice((1, 4, 30, 80))) for _ in range(12)]
             at = rng.uniform(1, seconds)
-            asked.append(batch.BatchAsk(number, at, router, lines, weights))
+            asked.append(batch.BatchAsk(number, at, router, lines, weights, tp_size > 0))
             kind = rng.choice(("kill", "kill", "drain", "disk full", "disk broken"))
             faults.append(Fault(at + rng.uniform(0, 8), kind, router, rng.uniform(0.2, 12)))
     rng = random.Random(f"{seed} devices")
@@ -755,10 +781,17 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
         faults.append(Fault(rng.uniform(1, seconds), rng.choice(kinds), rng.choice(harmed), rng.uniform(0.2, 12)))
     rng = random.Random(f"{seed} KV events")
     events = rng.choice(("",) * 4 + ("events", "replay", "replay"))
+    if tp_size:
+        kinds = ("rank killed", "rank killed", "rank stopped", "rank slow")
+        for _ in range(4 * more):
+            seconds_each = divided.choice((0.4, 1.5, 4.0, 12.0))
+            faults.append(
+                Fault(divided.uniform(1, seconds), divided.choice(kinds), divided.choice(harmed), seconds_each)
+            )
     faults.sort(key=lambda fault: fault.at_s)
     rng, device = random.Random(f"{seed} recurrent states"), {}
     # A Valkey takes no KV of models with recurrent states.
-    if rng.random() < 0.25 and "hicache_storage_url" not in settings:
+    if rng.random() < 0.25 and "hicache_storage_url" not in settings and not tp_size:
         settings |= {"mamba_retention_policy": rng.choice(("worth", "worth", "last", "per-path"))}
         device = {"checkpoints": rng.choice((8, 20, 100)), "track_interval": rng.choice((16, 64))}
         # As a real model's loader decides it: where KV and checkpoints are evicted by one measure.
@@ -766,7 +799,7 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
             device["slot_pages"] = rng.choice((0, 1, 3))
     return Story(
         *(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, has_valkey, disagg, events),
-        *(device, hours),
+        *(tp_size, device, hours),
     )
 
 

@@ -27,7 +27,7 @@ def mix(values: UInt64Array) -> UInt64Array:
 _MASK = 2**64 - 1
 
 
-def _mix_one(value: int) -> int:
+def mix_one(value: int) -> int:
     """`mix` of one number; for one, ints are ten times as fast as arrays."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
@@ -62,7 +62,7 @@ class _Row:
             self.marks = np.resize(self.marks, max(16, 2 * self.length))
         before = int(self.marks[self.length - 1]) if self.length else 0
         self.tokens[self.length] = token
-        self.marks[self.length] = (before + _mix_one(token + (self.length << 32))) & _MASK
+        self.marks[self.length] = (before + mix_one(token + (self.length << 32))) & _MASK
         self.length += 1
 
 
