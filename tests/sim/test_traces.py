@@ -698,7 +698,7 @@ def test_conversations_and_waiting_users_of_blis_are_closed_loops(tmp_path):
         ("num_requests: 4000", "horizon: 0", "neither num_requests nor horizon"),
         ("aggregate_rate: 100.0", "aggregate_rate: .nan", "aggregate_rate"),
         ("id: b,", "id: b, servegen: {},", "not modelled"),
-        ("clients:", "clients: [", "no YAML file"),
+        ("clients:", "clients: [", "not a YAML file"),
     ],
 )
 def test_a_bad_specification_of_blis_is_one_clear_line(tmp_path, before, after, complaint):

@@ -331,7 +331,7 @@ class SharedSettings:
 
     @property
     def checkpoint_unit(self) -> int:
-        """Checkpoints of recurrent states lie after multiples of so many tokens: pages, or blocks of the KV store."""
+        """Checkpoints of recurrent states lie after multiples of this many tokens: a page, or a KV store's block."""
         return tokens_per_block(self.page_size) if self.enable_hierarchical_cache else self.page_size
 
     @property

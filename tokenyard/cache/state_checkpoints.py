@@ -82,7 +82,7 @@ class SharedPages(Protocol):
 class StateCheckpoints(PrefixListener):
     """The checkpoint slot of each page, for the layers of a model with a recurrent state.
 
-    unit: checkpoints lie after multiples of so many tokens, whole pages.
+    unit: checkpoints lie after multiples of this many tokens, which are whole pages.
     interval: a decoding row saves its state every so many tokens (SGLang's `mamba_track_interval`), a multiple of
         `unit`.
     of: int32[num_pages + 1], the slot (from 1 on) of the state after the prefix that ends with each page, 0 for none.
@@ -114,7 +114,7 @@ class StateCheckpoints(PrefixListener):
         shared: SharedPages | None = None,
         unit: int = 0,
     ) -> None:
-        """slot_pages: pages of `shared` that a checkpoint takes; 0 where checkpoints have memory of their own.
+        """slot_pages: pages of `shared` that a checkpoint takes; 0 where checkpoints have their own memory.
         unit: 0 for one page.
         """
         if interval < 1 or interval % page_size:

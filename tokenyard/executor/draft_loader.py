@@ -48,7 +48,7 @@ INSTEAD = "use --speculative-algorithm NGRAM or STANDALONE"
 
 @dataclass(frozen=True, slots=True)
 class DraftLayers:
-    """Layers that draft; their KV is in a pool of their own, with as many pages as the target's.
+    """Layers that draft. They have their own KV pool, with as many pages as the target's.
 
     spec: how they were loaded.
     layers: the layers.

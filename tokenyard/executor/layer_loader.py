@@ -83,7 +83,7 @@ def load_folder(spec: LoadSpec, updates: tuple[SafetensorsFile, ...] | None = No
         if part is not None:
             weights = part.weights(weights, spec.whole)
         load = partial(load_layers, spec, weights, None if part is None else part.tp_comm)
-        # Converted files are made of the checkpoint, not of what replaces it.
+        # Converted files hold the checkpoint, not what replaces it.
         layers = _load_converted(load, spec) if updates is None else None
         if not (mapped := layers is not None):
             layers = load()
@@ -157,7 +157,7 @@ def convert_weights(model_path: str, dtype: str, quantization: str, threads: int
 
 
 def _facts(spec: LoadSpec) -> dict[str, str]:
-    """What decides the bytes of a converted file, beside the checkpoint's."""
+    """What the bytes of a converted file depend on besides those of the checkpoint."""
     assert spec.choice.engine is not None
     return {
         # Python decides bytes too: it reads, reorders and quantizes what the kernels lay out.
@@ -183,7 +183,7 @@ def _open_weights(
             raise ConfigError("tensors of a GGUF model cannot be replaced one by one; update it from disk")
         heads = config.num_heads, config.num_kv_heads
         weights = GgufWeights(folder / LINK, device, dtype, *heads, unpacked)
-        # Those of Granite 4 have gate and up of an MLP as matrices of their own.
+        # Files of Granite 4 have separate matrices for gate and up of an MLP.
         weights = weights if config.architecture == "GraniteMoeHybridForCausalLM" else cut_out(config, weights)
     else:
         files = SafetensorsWeights(folder, device, dtype, updates or (), finite=updates is not None)

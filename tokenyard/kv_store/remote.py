@@ -19,6 +19,7 @@ from tokenyard.kv_store.resp import Answer, RespConnection, RespError, StoreAddr
 from tokenyard.kv_store.store import (
     Block,
     BlockFormat,
+    SingleStore,
     StoreCounters,
     StoreFullError,
     block_checksum,
@@ -60,7 +61,7 @@ class StoreCircuitBreaker:
             self._until = self._clock() + PAUSE_S
 
 
-class RemoteStore:
+class RemoteStore(SingleStore):
     """Blocks in Valkey or Redis. See `store.BlockStore`.
 
     `count_stored`, `blocks` and `touch` use the blocks that this process knows to be stored, without a request. `clear`
@@ -116,18 +117,6 @@ class RemoteStore:
         """Mark the blocks as used in this process. The server's eviction uses its own reads."""
         with self._lock:
             touch_all(self._known, digests)
-
-    @property
-    def has_memory_in_front(self) -> bool:
-        """No."""
-        return False
-
-    def put_in_memory(self, digest: bytes, block: Block) -> None:
-        """Nothing: there is no store in host memory."""
-
-    def get_from_memory(self, digest: bytes, block: Block) -> bool:
-        """False: there is no store in host memory."""
-        return False
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Write a block (`padded` bytes); False if it was known to be stored. Raises RespError, or StoreFullError if

@@ -26,7 +26,15 @@ import msgspec
 from tokenyard.base import ConfigError
 from tokenyard.base.blocks import DIGEST_BYTES, touch_all
 from tokenyard.base.decode_errors import DECODE_ERRORS
-from tokenyard.kv_store.store import Block, BlockFormat, StoreCounters, StoreFullError, block_checksum, padded
+from tokenyard.kv_store.store import (
+    Block,
+    BlockFormat,
+    SingleStore,
+    StoreCounters,
+    StoreFullError,
+    block_checksum,
+    padded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +52,7 @@ LOCK_WAIT_S = 3.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class SlabStore:
+class SlabStore(SingleStore):
     """Blocks in slab files of one folder, which one process uses at a time. See `store.BlockStore`.
 
     Each block takes `slot_bytes` of at most `max_bytes`, and `min_free_bytes` of the disk stay free. At the limit, and
@@ -117,18 +125,6 @@ class SlabStore:
             touch_all(self._index, digests)
 
     # ---- blocks ----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_memory_in_front(self) -> bool:
-        """No."""
-        return False
-
-    def put_in_memory(self, digest: bytes, block: Block) -> None:
-        """Nothing: there is no store in host memory."""
-
-    def get_from_memory(self, digest: bytes, block: Block) -> bool:
-        """False: there is no store in host memory."""
-        return False
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Write a block (`padded` bytes); False if it was stored already. Raises OSError, or StoreFullError if the disk

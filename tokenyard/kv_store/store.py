@@ -145,7 +145,20 @@ class BlockStore(Protocol):
         """Close the store. Blocks on disk stay."""
 
 
-class MemoryStore:
+class SingleStore:
+    """What a BlockStore without another one in front of it says of that."""
+
+    has_memory_in_front = False
+
+    def put_in_memory(self, digest: bytes, block: Block) -> None:
+        """Do nothing."""
+
+    def get_from_memory(self, digest: bytes, block: Block) -> bool:
+        """False."""
+        return False
+
+
+class MemoryStore(SingleStore):
     """A store of at most `max_blocks` in host memory (SGLang's `HostKVCache`)."""
 
     def __init__(self, max_blocks: int) -> None:
@@ -186,18 +199,6 @@ class MemoryStore:
         """The blocks of a prompt, in order, were used: the first one stays longest."""
         with self._lock:
             touch_all(self._blocks, digests)
-
-    @property
-    def has_memory_in_front(self) -> bool:
-        """No: there is no other store."""
-        return False
-
-    def put_in_memory(self, digest: bytes, block: Block) -> None:
-        """Nothing: `put` does that."""
-
-    def get_from_memory(self, digest: bytes, block: Block) -> bool:
-        """False: `get` does that."""
-        return False
 
     def put(self, digest: bytes, block: Block) -> bool:
         """Store a copy of a block; False if it was stored already. Raises StoreFullError if `max_blocks` is 0."""

@@ -28,19 +28,19 @@ from tokenyard.routing.tenant_limits import KeyGrant, KeyUsage
 log = logging.getLogger(__name__)
 
 MAX_KNOWN = 10_000
-"""Keys that are remembered, and as many that are refused."""
+"""The most good keys that are remembered, and the most bad ones."""
 
 MAX_CHECKS = 256
 """Keys that are checked at a time; further ones are refused."""
 
 REFUSED_S = 5.0
 FAILED_S = 1.0
-"""How long a key is refused that is wrong, and one that could not be checked."""
+"""How long a wrong key is refused, and one that could not be checked."""
 
 MAX_ANSWER_BYTES = 1 << 20
 JWKS_REFRESH_S = 3600.0
 JWKS_RELOAD_S = 10.0
-"""After this an unknown key id makes the provider's keys be read again."""
+"""Pause before an unknown key id makes the router read the provider's keys again."""
 
 JWKS_STALE_S = 24 * 3600.0
 """How long the provider's keys serve while it cannot be reached."""
@@ -61,7 +61,7 @@ class CheckedKey:
     """A key that is good.
 
     identity: whose limits it counts against; keys of one identity share them.
-    until_s: Unix time from which on it must be checked again; infinite for any time.
+    until_s: Unix time at which it must be checked again; infinite for never.
     """
 
     identity: str
@@ -230,7 +230,7 @@ def _place(url: str) -> str:
 
 
 def check_url(flag: str, url: str) -> None:
-    """Raise ConfigError for a URL that is none."""
+    """Raise ConfigError for an invalid URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{flag} must be a URL such as https://auth.example.com/check, not {url[:200]!r}")
@@ -244,7 +244,7 @@ class AuthUrl:
     """
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL that is none."""
+        """Raises ConfigError for an invalid URL."""
         check_url("--auth-url", url)
         self._url, self._client = url, _Client()
 
@@ -269,7 +269,7 @@ class OidcTokens:
     """
 
     def __init__(self, issuer: str, audience: str, tenant_claim: str) -> None:
-        """Raises ConfigError for an issuer that is no URL, and without the packages."""
+        """Raises ConfigError if the issuer is not a URL, and without the packages."""
         check_url("--oidc-issuer", issuer)
         try:
             import jwt
@@ -356,7 +356,7 @@ class OidcTokens:
         except (CheckFailedError, aiohttp.ClientError, OSError, ValueError) as error:
             if now - self._read_s > JWKS_STALE_S:
                 raise
-            log.warning("the issuer's keys cannot be read again, those of before serve on: %s", error)
+            log.warning("the issuer's keys could not be read again; those read before stay in use: %s", error)
         else:
             self._keys, self._read_s = keys, now
 
@@ -381,7 +381,7 @@ def _signers(jwt: Any, published: list[Any]) -> dict[str | None, _Signer]:
 
 
 def open_checked_keys(settings: RouterSettings) -> CheckedKeys:
-    """What checks keys by the settings. Raises ConfigError for a URL that is none and packages that are missing."""
+    """What checks keys by the settings. Raises ConfigError for an invalid URL, and for missing packages."""
     checker: KeyChecker
     if settings.auth_url:
         checker = AuthUrl(settings.auth_url)

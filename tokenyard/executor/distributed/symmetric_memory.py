@@ -1,7 +1,7 @@
 """Small sums over the ranks of a machine in memory that each of them reads (torch's symmetric memory, an alpha).
 
 torch finds the ranks of such memory by the name of a ProcessGroup, which `init_process_group` registers. The group of a
-model is not the process's, so a bare ProcessGroup, a store without a backend, is registered by a name of its own.
+model is not the process's, so a bare ProcessGroup, a store without a backend, is registered under another name.
 """
 
 import logging
@@ -29,8 +29,8 @@ class SymmetricSums:
     """Sums by `one_shot_all_reduce_copy`: one kernel copies a rank's part to its buffer, waits for the others on the
     device, and adds up what all buffers have.
 
-    The host exchanges nothing for a sum, so that it can be captured. Where a rank has gone the kernels of the others
-    wait, until the watch over the ranks ends all of them.
+    The host exchanges nothing for a sum, so that it can be captured. If a rank dies, the kernels of the others wait
+    until the watchdog of the ranks ends all of them.
     """
 
     def __init__(self, store: Any, name: str, rank: int, size: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class SymmetricSums:
         share(self._buffer, self._name)
 
     def check(self) -> None:
-        """Sum numbers whose sum is known; all ranks call it. Raises RuntimeError where it is another one."""
+        """Compute a sum that is known; all ranks call it. Raises RuntimeError if it is wrong."""
         parts = torch.full((ALIGNMENT,), self._rank + 1.0, device=self._device)
         found, wanted = self(parts).tolist(), self._size * (self._size + 1) / 2
         if found != [wanted] * ALIGNMENT:
@@ -81,7 +81,7 @@ class SymmetricSums:
 def connect_sums(sums: SymmetricSums, agree: Callable[[bool], bool]) -> bool:
     """Connect the ranks' buffers and try a sum; all ranks call it. Returns whether it went well at all ranks.
 
-    agree: returns whether all ranks gave True, after each step, so that none goes on alone.
+    agree: returns whether all ranks gave True. Called after each step, so that no rank continues alone.
     """
     for step in (sums.allocate, sums.share, sums.check):
         reason = ""
@@ -92,10 +92,11 @@ def connect_sums(sums: SymmetricSums, agree: Callable[[bool], bool]) -> bool:
         if not agree(not reason):
             sums.close()
             logger.warning(
-                "torch's symmetric memory cannot be used, so NCCL makes all sums: %s", reason or "another rank cannot"
+                "torch's symmetric memory cannot be used, so NCCL computes all sums: %s",
+                reason or "another rank cannot",
             )
             return False
-    logger.info("sums over ranks of up to %d KiB are made in torch's symmetric memory", MAX_BYTES >> 10)
+    logger.info("sums over ranks of up to %d KiB are computed in torch's symmetric memory", MAX_BYTES >> 10)
     return True
 
 

@@ -1,5 +1,5 @@
-"""Walks the header of a GGUF file before the gguf package reads it. The package believes each count, and goes on past
-the end of a file: a length with a flipped bit keeps it busy without end.
+"""Walks the header of a GGUF file before the gguf package reads it. The package believes each count and reads on past
+the end of a file: a length with a flipped bit keeps it busy for ever.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -31,12 +31,12 @@ class _Walk:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self.at = data, 4  # behind the magic number
         self._order = "<"
-        # As the package has it: a small version in the other order of bytes.
+        # As the package does: a version that is small in the other byte order.
         if not self.number("I") & 0xFFFF:
             self._order = ">"
 
     def header(self) -> None:
-        """Walk over all metadata and what is said of each tensor."""
+        """Walk over all metadata and the description of each tensor."""
         tensors, values = self.number("Q"), self.number("Q")
         for _ in range(values):
             self.string()
@@ -52,17 +52,17 @@ class _Walk:
         return int(struct.unpack_from(self._order + form, self._data, begin)[0])
 
     def skip(self, size: int) -> None:
-        """Go on by so many bytes. Raises ValueError at the end of the file."""
+        """Skip bytes. Raises ValueError at the end of the file."""
         self.at += size
         if self.at > len(self._data):
             raise ValueError("a length in its header reaches beyond its end")
 
     def string(self) -> None:
-        """Go on by a string."""
+        """Skip a string."""
         self.skip(self.number("Q"))
 
     def value(self, kind: int, depth: int) -> None:
-        """Go on by a value of a type."""
+        """Skip a value of a type."""
         if kind == STRING:
             self.string()
         elif kind != ARRAY:

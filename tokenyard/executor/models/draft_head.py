@@ -88,7 +88,7 @@ class DraftHeadWeights(SafetensorsWeights):
 class DraftHead(Protocol):
     """A head that drafts from what the target has found.
 
-    layers: of the head, whose KV is in a pool of its own.
+    layers: of the head, which have their own KV pool.
     """
 
     layers: Decoder

@@ -280,10 +280,10 @@ def _drain(value: Any, where: str) -> Iterator[_Window]:
 
 
 def _at_one_rate(entry: _Entry, rated: Sequence[_Entry], total: float) -> Iterator[_Client]:
-    """The members of `entry`, whose arrivals go on all the time and count only in its windows."""
-    beside = sum(other.share for other in rated if _overlap(entry, other))
+    """The members of `entry`, whose arrivals never pause but count only in its windows."""
+    shares = sum(other.share for other in rated if _overlap(entry, other))
     windows = tuple(sorted((window.begin_s, window.end_s) for window in entry.windows)) or ((0.0, inf),)
-    rate = total * entry.share / beside if beside and not entry.fields.get("concurrency") else 0.0
+    rate = total * entry.share / shares if shares and not entry.fields.get("concurrency") else 0.0
     yield from _members(entry, entry.fields, rate, windows, fills=False)
 
 
@@ -304,8 +304,8 @@ def _in_each_window(entry: _Entry, rated: Sequence[_Entry], total: float | None,
             continue
         rate = _weight(entry, window)
         if total is not None:
-            beside = sum(_beside(other, window) for other in rated)
-            rate = total * rate / beside if beside else 0.0
+            weights = sum(_weight_during(window, other) for other in rated)
+            rate = total * rate / weights if weights else 0.0
         fields = {**entry.fields, **window.changed}
         if "input_distribution" in window.changed:
             fields.pop("multimodal", None)
@@ -317,7 +317,7 @@ def _weight(entry: _Entry, window: _Window) -> float:
     return entry.share if window.weight is None else window.weight
 
 
-def _beside(other: _Entry, window: _Window) -> float:
+def _weight_during(window: _Window, other: _Entry) -> float:
     """The weight of `other` where it is active with `window`: that of its first window that overlaps."""
     if not other.windows:
         return other.share

@@ -16,8 +16,8 @@ def read_document(path: Path) -> Any:
     try:
         return yaml.safe_load(read_bytes(path).decode("utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{path} is no YAML file: {told}") from None
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{path} is not a YAML file: {reason}") from None
 
 
 def known_fields(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:

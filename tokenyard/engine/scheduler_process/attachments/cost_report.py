@@ -1,4 +1,4 @@
-"""What the scheduler believes of step times, for those who account for them: routers, and readers of /server_info."""
+"""Reports the scheduler's cost model to those who account for step times: routers, and readers of /server_info."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from tokenyard.engine.scheduler_process.attachments.base import Attachment
 from tokenyard.tape.recorder import Core
 
 LEARNED_STEPS = 1000
-"""So many measured steps make terms known that began as a guess."""
+"""Measured steps after which terms that began as a guess count as known."""
 
 
 class CostReport(Attachment):
