@@ -429,7 +429,7 @@ def measure_varlen(folder: Path, scale: Scale) -> Iterator[dict]:
     for backend in ("auto", "varlen") if scale.on_gpu else ("auto", "auto"):
         executor = load_shape(folder, scale, 2 * scale.chunk_tokens, **{name: backend})
         driver, draw = Driver(executor), np.random.default_rng(5)
-        prompts = [draw.integers(0, executor.info.vocab_size, scale.chunk_tokens // 16).tolist() for _ in range(16)]
+        prompts = [draw.integers(0, executor.info.vocab_size, scale.chunk_tokens // 8).tolist() for _ in range(8)]
         rows = [driver.start(prompt) for prompt in prompts]
         driver.step(*[(row, None) for row in rows])
         same = [row.known[-1] == first.setdefault(number, row.known[-1]) for number, row in enumerate(rows)]
@@ -439,6 +439,8 @@ def measure_varlen(folder: Path, scale: Scale) -> Iterator[dict]:
         executor.close()
         del executor, driver
         gc.collect()
+    # The goal is that of the default.
+    del found["product_share_target"]
     yield {**found, name: backend, "same_tokens": sum(same), "prompts": len(same)}
 
 

@@ -35,6 +35,9 @@ def test_all_parts_run(capsys, tmp_path):
         found = [(line["batch"], line["context"]) for line in steps if figure in line]
         assert found == [(1, 64), (4, 64), (1, 200), (4, 200)]
     assert sum("product_share" in line for line in steps) == 1
+    [prompts] = [line for line in printed if line["part"] == "prompts by varlen, tiny"]
+    # A rehearsal compares the default with itself.
+    assert (prompts["prefill_attention_backend"], prompts["same_tokens"], prompts["prompts"]) == ("auto", 8, 8)
     constants = [line for line in printed if line["part"] == "kernel constants, tiny"]
     assert [line.get("DECODE_STAGES") or line.get("MIN_SPLIT_PROGRAMS") for line in constants] == [3, 5, 4, 16]
     choices = [line for line in printed if line["part"] == "choices, tiny"]

@@ -3,17 +3,22 @@
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.executor.driver import Driver
+from tests.executor.thread_ranks import load_virtual
+from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import DeviceLostError
 from tokenyard.executor.distributed import symmetric_memory
 from tokenyard.executor.distributed.process_group import Rendezvous, TorchProcessGroup
 from tokenyard.executor.distributed.symmetric_memory import ALIGNMENT, MAX_BYTES
+from tokenyard.executor.layer_loader import read_folder_config
 
-SIZE = 2
+SIZE, TOKENS = 2, 2
 WAIT_S = 60
 CPU = torch.device("cpu")
 
@@ -46,8 +51,7 @@ class Memory:
         self.ready.wait()
 
     def one_shot_sum(self, buffer, part, name):
-        rank = self.here.rank
-        assert buffer.data_ptr() == self.buffers[rank].data_ptr()
+        [rank] = [rank for rank, own in enumerate(self.buffers) if own.data_ptr() == buffer.data_ptr()]
         assert (buffer.shape, buffer.dtype) == (part.shape, part.dtype)
         assert part.is_contiguous()
         assert part.data_ptr() % ALIGNMENT == part.nbytes % ALIGNMENT == 0
@@ -106,6 +110,20 @@ def test_small_sums_are_made_there_and_others_by_the_group(tmp_path, threads, mo
     assert memory.calls == [wanted, wanted]
     for group in groups:
         group.close()
+
+
+def test_a_model_answers_as_with_the_sums_of_a_group(tmp_path, threads, monkeypatch, folder):
+    """Its prompt and its decodes: all sums of a step of a small model are small."""
+    memory, path, options = Memory(monkeypatch), folder("llama"), {"device": "cpu", "dtype": "float32", "threads": 1}
+    options |= {"attention_backend": "gather", "max_total_tokens": 128, "max_pool_rows": 4}
+    groups = connected(tmp_path, threads)
+    prompt = prompt_of(20, seed=3)
+    driver = Driver(load_virtual(path, SIZE, members=groups, **options))
+    found = driver.generate(driver.start(prompt), TOKENS)
+    assert found == greedy("llama", prompt, TOKENS, found)
+    # Of each step those of the embedding, and of attention and MLP of each layer; the first is the trial's.
+    layers = read_folder_config(Path(path)).num_layers
+    assert len(memory.calls[0]) == len(memory.calls[1]) == 2 + TOKENS * (1 + 2 * layers)
 
 
 def test_parts_that_lie_elsewhere_are_copied_first(tmp_path, threads, monkeypatch):

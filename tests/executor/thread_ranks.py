@@ -81,12 +81,15 @@ class VirtualModel:
         return self.models[0].hidden(first, last)
 
 
-def load_virtual(model_path, size, captured=None, **options):
-    """An executor over `size` ranks that are threads. The ranks share one page table. captured: see VirtualModel."""
+def load_virtual(model_path, size, captured=None, members=None, **options):
+    """An executor over `size` ranks that are threads. The ranks share one page table. captured: see VirtualModel.
+    members: the group as each rank sees it, for another than VirtualGroup.
+    """
     group = VirtualGroup(size)
+    members = members or [group.of(rank) for rank in range(size)]
     parts = [
-        load_executor(model_path, **options, part=TensorParallelShard(rank, size, group.of(rank), lambda info: info))
-        for rank in range(size)
+        load_executor(model_path, **options, part=TensorParallelShard(rank, size, member, lambda info: info))
+        for rank, member in enumerate(members)
     ]
     first = parts[0]
     for other in parts[1:]:
