@@ -124,4 +124,3 @@ def test_tokens_are_blocks_of_64():
     assert (len(prompt.digests), list(prompt.ends), prompt.size) == (3, [64, 128, 192], 200)
     assert prompt.share(2) == 128 / 200
     assert prompt.share(0) == 0.0
-    assert prompt.blocks_within(0.5) == 1

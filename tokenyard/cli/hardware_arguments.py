@@ -6,7 +6,6 @@ from tokenyard.sim.hardware.device_profile import DEFAULT_ENGINE, KV_TYPES, MEM_
 from tokenyard.sim.hardware.efficiencies import engines
 from tokenyard.sim.hardware.model_shape import BITS
 
-_DEFAULTS = Hardware()
 _FIELDS = {
     "tp_size": "tp",
     "ep_size": "ep",

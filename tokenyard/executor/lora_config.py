@@ -47,7 +47,6 @@ class LoraConfig:
     root: whether the scale is alpha / sqrt(rank) (rsLoRA).
     rank_pattern: ranks by regular expression over the end of a module's name.
     alpha_pattern: alphas by regular expression over the end of a module's name.
-    base: the base model that the adapter was made for.
     """
 
     rank: int
@@ -55,7 +54,6 @@ class LoraConfig:
     root: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
-    base: str
 
     @property
     def max_rank(self) -> int:
@@ -119,7 +117,6 @@ def _read_fields(raw: Mapping[str, Any], path: Path) -> LoraConfig:
         root=bool(raw.get("use_rslora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        base=str(raw.get("base_model_name_or_path") or ""),
     )
     if not all(1 <= rank <= MAX_LORA_RANK for rank in (config.rank, *ranks.values())):
         raise ConfigError(f"{path}: ranks (r, rank_pattern) must be from 1 to {MAX_LORA_RANK}")

@@ -1,6 +1,5 @@
 """Reads the matrices of a LoRA adapter, and checks that they are those of an adapter for this model."""
 
-import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.lora_config import CONFIG_NAME, PROJECTIONS, WEIGHTS_NAME, LoraConfig, read_lora_config
+from tokenyard.executor.lora_config import CONFIG_NAME, PROJECTIONS, WEIGHTS_NAME, read_lora_config
 from tokenyard.executor.models.config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig
 from tokenyard.executor.models.stacked_params import cut_out
-
-logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 16 << 20
 
@@ -258,10 +255,3 @@ def _rows(matrix: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
     kind, _ = _EXPONENTS[matrix.dtype]
     # By numpy, which starts no threads.
     return torch.from_numpy(matrix.view(kind).numpy()[rows]).view(matrix.dtype)
-
-
-def warn_of_other_base(lora: LoraConfig, model: str, name: str) -> None:
-    """Log where an adapter names another base model than the one that is served; paths differ, so it may be right."""
-    served, made_for = Path(model).name.lower(), Path(lora.base).name.lower()
-    if made_for and made_for != served:
-        logger.warning("adapter %s was made for %s, and this is %s; its shapes fit", name, lora.base, model)

@@ -21,7 +21,6 @@ from tokenyard.base import NS_PER_S, ConfigError, Float64Array, Int32Array, Sche
 from tokenyard.cache.state_checkpoints import ANSWER, BRANCH, PROMPT, SPACED, StateCheckpoints, StateRetention
 from tokenyard.policy.return_times import ReturnTimes
 
-DEFAULT_STATES_PER_PATH = 3
 SPACING_TOKENS = 4096
 """Tokens of a long prompt between two checkpoints that `worth` saves while there is room, rounded up to pages."""
 

@@ -53,14 +53,6 @@ class Prompt:
         """The share of the prompt that the first `blocks` blocks cover, from 0 to 1."""
         return self.ends[blocks - 1] / self.size if blocks else 0.0
 
-    def blocks_within(self, share: float) -> int:
-        """The number of whole blocks in the first `share` (0 to 1) of the prompt."""
-        covered = share * self.size
-        blocks = 0
-        while blocks < len(self.digests) and self.ends[blocks] <= covered:
-            blocks += 1
-        return blocks
-
 
 def _text_ends() -> list[int]:
     """Where the blocks of a text end, in bytes: 16 blocks of 256, then 8 for each doubling."""
