@@ -29,6 +29,7 @@ FOUND = [
     ("config", CONFIG + b'"num_key_value_heads":1e999}'),
     ("grammar", b": %json {t} // "),
     ("gguf", gguf_files()[0].replace(b"attention.head_count\4\0\0\0\2", b"attention.head_count\4\0\0\0\0")),
+    ("tokenizer", b'{"model":{"type":"BPE","continuing_subword_prefix":"##","vocab":{"":0},"merges":[["",""]]}}'),
     ("tokenizer-config", b'{"added_tokens_decoder":{"' + b"1" * 5000 + b'":{"content":"x"}}}'),
     ("tokenizer-config", b'{"added_tokens_decoder":{"5":{"content":"[a]","special":7}}}'),
     ("tokenizer-config", b'{"added_tokens_decoder":{"5":"special"}}'),

@@ -42,7 +42,9 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise ConfigError(f"there is no tokenizer at {file}; give --tokenizer-path or --skip-tokenizer-init")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises a bare Exception
+    except BaseException as error:  # the library raises a bare Exception; a panic of it is not even that
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise ConfigError(f"{file} is not a tokenizer: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
