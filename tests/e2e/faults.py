@@ -23,6 +23,8 @@ from tests.e2e.servers import Route, Server, alive
 
 MOCK = ("--executor", "mock", "--log-level", "warning")
 IDLE_WITHIN_S = 15.0
+READY_WITHIN_S = 300.0
+"""Tensor-parallel ranks start one after the other, which takes 8 s of CPU time: of a busy machine much longer."""
 
 
 @dataclass(slots=True)
@@ -357,7 +359,7 @@ async def _load(server: Server, streams: int, tokens: int) -> tuple[list[Stream]
 
 def _surviving(name: str, flags: tuple[str, ...], work: object) -> Outcome:
     """Run `work(server)` on a server that must survive it, and check its pages and its exit."""
-    server = Server(*MOCK, *flags)
+    server = Server(*MOCK, *flags, ready_within_s=READY_WITHIN_S)
     try:
         ends, seconds, notes = asyncio.run(work(server))  # type: ignore[operator]
         pages = asyncio.run(pages_after(server))

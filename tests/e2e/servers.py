@@ -18,14 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 class Server:
     """`tokenyard serve` with the given flags, on a free port; ready when made. `prefix` goes before the command."""
 
-    def __init__(self, *flags: str, ready: bool = True, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *flags: str, ready: bool = True, prefix: tuple[str, ...] = (), ready_within_s: float = 60.0
+    ) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         command = [*prefix, sys.executable, "-m", "tokenyard", "serve", "--port", "0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
         self.log = ""
         self.url = ""
         if ready:
-            match = self.wait_for(r"Tokenyard is ready at ([^\s\"]+)")
+            match = self.wait_for(r"Tokenyard is ready at ([^\s\"]+)", ready_within_s)
             self.url = match[1]
 
     def wait_for(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
