@@ -141,6 +141,8 @@ def load(
     **options: Any,
 ) -> ModelExecutor:
     """Load a rank's part; see `model_loader.load_executor`. options: those of the mock."""
+    # A second core's threads would wait for this one's tiny steps by spinning.
+    torch.set_num_threads(1)
     time.sleep(LOAD_S)
     info = replace(mock.load_executor(model_path, step_ms=step_ms, **options).info, device="cpu", dtype="int64")
     info = replace(info, kv_bytes_per_token=KV_BYTES)

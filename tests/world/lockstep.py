@@ -1,6 +1,8 @@
 """Blocking code in the world: threads of which one runs at a time, and only while the event loop waits for it."""
 
 import contextvars
+import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,31 @@ running: contextvars.ContextVar["LockstepThread | None"] = contextvars.ContextVa
 
 class Killed(BaseException):
     """The thread's process has ended."""
+
+
+ROOMS = ("engine/scheduler_process/attachments", "executor/distributed", "kv_store", "disagg")
+"""Whose code threads share with the scheduler's loop."""
+
+
+class Preemption:
+    """Where threads lose the processor between two lines, so that others go on from there: anywhere in ROOMS, which is
+    more often than a real kernel does it, and the same each time.
+    """
+
+    def __init__(self, rng: random.Random, chance: float = 0.01, longest_s: float = 0.003) -> None:
+        self._rng, self._chance, self._longest_s = rng, chance, longest_s
+        self._shared: dict[str, bool] = {}
+
+    def shared(self, file: str) -> bool:
+        """Whether the code of a file is in ROOMS."""
+        found = self._shared.get(file)
+        if found is None:
+            found = self._shared[file] = any(f"/tokenyard/{room}/" in file for room in ROOMS)
+        return found
+
+    def pause_ns(self) -> int:
+        """How long the thread that has come to a line stops there, 0 for not at all."""
+        return 1 + round(self._rng.uniform(0, self._longest_s) * NS) if self._rng.random() < self._chance else 0
 
 
 class LockstepThread:
@@ -43,6 +70,8 @@ class LockstepThread:
     def _run(self) -> None:
         running.set(self)
         self._turn.acquire()
+        if self._loop.preemption is not None:
+            sys.settrace(self._called)
         try:
             if self.process.alive:
                 self._main()
@@ -51,8 +80,17 @@ class LockstepThread:
         except BaseException as error:
             if self.process.alive:
                 self.error = error
+        sys.settrace(None)
         self.ended = True
         self._yielded.release()
+
+    def _called(self, frame: Any, event: str, given: Any) -> Any:
+        return self._traced if self._loop.preemption.shared(frame.f_code.co_filename) else None
+
+    def _traced(self, frame: Any, event: str, given: Any) -> Any:
+        if event == "line" and self.process.alive and (pause_ns := self._loop.preemption.pause_ns()):
+            self.wait_until(self._clock.now_ns + pause_ns, wakes_early=False)
+        return self._traced
 
     def _step(self) -> None:
         """Let the thread run until it waits or ends. Called on the event loop."""

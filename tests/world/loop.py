@@ -63,6 +63,9 @@ class WorldLoop(asyncio.BaseEventLoop):
         self._due: list[tuple[int, int, _Call]] = []
         self._order = itertools.count()
         self.failures: list[str] = []
+        self.preemption: Any = None
+        """Where threads lose the processor besides waits (`lockstep.Preemption`); None for nowhere."""
+
         self.over = False
         """Whether the world has ended: what is scheduled then never runs."""
 

@@ -23,7 +23,7 @@ from tests.world.clock import NS, Clock, installed
 from tests.world.disk import Disks
 from tests.world.engine import ADAPTERS, MODEL, PORT, WEIGHTS, Engine, weights_folder
 from tests.world.foreign import ForeignEngine
-from tests.world.lockstep import LockstepThread, running
+from tests.world.lockstep import LockstepThread, Preemption, running
 from tests.world.loop import WorldLoop, current
 from tests.world.network import KEEPALIVE_S, FakeSocket, Network, Process
 from tests.world.ranks import Ranks
@@ -94,6 +94,8 @@ class Story:
     missed."""
     tp_size: int = 0
     """Ranks of the model of each scheduler; 0 where that is the mock."""
+    preempted: bool = False
+    """Whether threads also lose the processor between the lines of code that they share."""
     device: dict[str, int] = field(default_factory=dict)
     """What the model of all engines has: recurrent states, in options of the mock executor."""
     hours: float = 0.0
@@ -126,6 +128,7 @@ class Story:
             + ", a Valkey" * self.valkey
             + f", KV events: {self.kv_events}" * bool(self.kv_events)
             + f", {self.tp_size} tensor-parallel ranks" * bool(self.tp_size)
+            + ", threads that lose the processor" * self.preempted
             + f", recurrent states: {self.device}" * bool(self.device)
         )
         asked = [*map(str, self.asks[:4]), *map(str, self.batches)]
@@ -225,6 +228,8 @@ class World:
         self.network = Network(self.clock, random.Random(story.seed))
         self.loop = WorldLoop(self.clock, self.network)
         self.network.loop = self.loop
+        if story.preempted:
+            self.loop.preemption = Preemption(random.Random(story.seed + 3))
         self.clock.sleep = self._sleep
         self.threads: list[LockstepThread] = []
         self.contexts: dict[Process, contextvars.Context] = {}
@@ -797,9 +802,10 @@ def make_story(seed: int, hours: float = 0.0, rate: float = 4.0) -> Story:
         # As a real model's loader decides it: where KV and checkpoints are evicted by one measure.
         if settings["mamba_retention_policy"] == "worth" and not disagg and "enable_hierarchical_cache" not in settings:
             device["slot_pages"] = rng.choice((0, 1, 3))
+    preempted = random.Random(f"{seed} threads").random() < 0.08
     return Story(
         *(seed, engines, routers, ranks, asks, faults, settings, foreign, asked, has_valkey, disagg, events),
-        *(tp_size, device, hours),
+        *(tp_size, preempted, device, hours),
     )
 
 
