@@ -628,6 +628,7 @@ def _harmless(line: str) -> bool:
             "not changed: the scheduler is being started",
             BROKEN_DEVICE,
             "is stalled",
+            "cannot begin; it is tried again",  # a batch, while its disk is full or broken
         )
     )
 

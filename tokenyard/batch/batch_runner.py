@@ -165,7 +165,7 @@ class BatchRunner:
         try:
             await self._check(batch)
         except OSError as error:
-            logger.error("batch %s cannot be read; it is tried again: %s", batch.id, error)
+            logger.error("batch %s cannot begin; it is tried again: %s", batch.id, error)
             await asyncio.sleep(MAX_RETRY_S)
         finally:
             del self._checking[batch.id]

@@ -187,10 +187,11 @@ class DrainingServer(uvicorn.Server):
         if not self._drain_logged:
             # Not in the signal handler, which may interrupt another log call.
             self._drain_logged = True
-            log.info(
-                "draining: %d open requests may run for %g s more; new ones are refused",
-                *(self.state.open_requests, self._shutdown_timeout_s),
-            )
+            if self.state.open_requests:
+                log.info(
+                    "draining: %d open requests may run for %g s more; new ones are refused",
+                    *(self.state.open_requests, self._shutdown_timeout_s),
+                )
         if self.state.open_requests == 0 or late_s > FINAL_FLUSH_S:
             self.should_exit = True
             self._drop_unfinished(late=late_s > FINAL_FLUSH_S)
