@@ -71,6 +71,12 @@ def test_the_index_follows_what_a_worker_publishes():
             assert router.index.match(name, DIGESTS) == 2
             await publish(["BlockRemoved", [12]])
             await _until(lambda: router.index.match(name, DIGESTS) == 1)
+            # A report of a restart comes late: what has been published since then stays known.
+            for boot, known in (("one", 1), ("two", 1), ("three", 0)):
+                router.workers.report(router.workers.find("w0"), {"boot_id": boot})
+                assert router.index.match(name, DIGESTS) == known
+            await publish(STORED)
+            await _until(lambda: router.index.match(name, DIGESTS) == 2)
             await publish({"type": "AllBlocksCleared"})
             await _until(lambda: router.index.blocks_of(name) == 0)
             assert (await client.complete()).status == 200

@@ -91,9 +91,11 @@ class KvEventSubscriptions:
                     self.gaps += 1
                     await self._replay_missed(context, target, follower, missing)
                 follower.take(frames)
+                target.publishes = True
         except zmq.ZMQError as error:
             log.warning("KV events of %s: %s", target.name, error)
         finally:
+            target.publishes = False
             subscription.close(linger=0)
 
     async def _replay_missed(

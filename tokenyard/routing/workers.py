@@ -133,6 +133,8 @@ class Target(Generic[W]):
     """Its circuit breaker."""
     levels: Counter[int] = field(default_factory=Counter)
     """Open requests by priority."""
+    publishes: bool = False
+    """Whether KV events have come since its engine was last known to have restarted; they say what it caches."""
 
     def has_capacity(self, priority: int) -> bool:
         """Whether a request of `priority` fits: into free capacity, or by preempting requests of lower priority."""
@@ -273,14 +275,21 @@ class Workers(Generic[W]):
         """No process listens at the worker's address: the next one starts with an empty cache."""
         if worker.healthy:
             self.set_healthy(worker, False)
+            self.flushed(worker)
             self.restarted(worker)
 
     def restarted(self, worker: W) -> None:
-        """The engine has restarted or is down: its cache and what was learnt about it are void."""
+        """The engine or one of its ranks has restarted: its cache and what was learnt about it are void.
+
+        Where KV events come, these tell of the loss: a report comes up to a probe interval late, and would clear what
+        has been cached since then.
+        """
         worker.restarts += 1
-        self.flushed(worker)
         for target in worker.targets:
             target.state.forget()
+            if not target.publishes:
+                self.index.clear_target(target.state.name)
+            target.publishes = False
 
     def flushed(self, worker: W) -> None:
         """The engine's cache is empty."""
