@@ -35,6 +35,7 @@ FOUND = [
     ("tokenizer-config", b'{"added_tokens_decoder":{"5":"special"}}'),
     ("tokenizer-config", b'{"bos_token":"\\ud800","add_bos_token":true}'),
     ("template", b"{{" + b"[" * 4000),
+    ("template", b"{{ messages" + b".a[0]" * 100 + b" }}"),
     ("template", b"{%macro f(x,x)%}{%endmacro%}"),
     ("template", b"{{" + b"1" * 5000 + b"}}"),
     ("trace", b'{"resourceSpans":7}'),

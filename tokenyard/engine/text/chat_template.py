@@ -104,7 +104,9 @@ def _repeated(value: Any, times: Any) -> int:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    # Constants are not computed ahead: for a long chain of subscripts that takes the cube of its length.
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "optimized": False}
+    environment = _Environment(extensions=[_GenerationTag, loopcontrols], **options)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
