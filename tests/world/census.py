@@ -11,7 +11,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from tokenyard.engine.frontend import recent_requests
-from tokenyard.routing import policies
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.routing import policies, prefix_index
 from tokenyard.scheduler import request_history, session_table
 from tokenyard.server.http import prompt_history
 
@@ -21,10 +22,13 @@ GROWTH, SLACK = 1.25, 100
 
 OF_ITEMS = "objects of a hundred items of"
 
-BOUNDS: dict[str, int | str] = {
+INDEX_BLOCKS = int(RouterSettings().index_mb * 1e6) // prefix_index.ENTRY_BYTES
+"""All targets of a router's prefix index together."""
+
+BOUNDS: dict[str, int | tuple[str, int]] = {
     "AccessTimes._ticks": session_table.MAX_TIMES,
     "AccessTimes._times": session_table.MAX_TIMES,
-    "Branch.heap": "most",
+    "Branch.heap": ("most", 0),
     "PromptHistory._last": prompt_history.MAX_SESSIONS,
     "PromptHistory._reports": prompt_history.MAX_REPORTS,
     "RecentRequests._places": recent_requests.MAX_RECENT_REQUESTS,
@@ -33,11 +37,11 @@ BOUNDS: dict[str, int | str] = {
     "RequestHistory._ends": request_history.MAX_FINISH_RECORDS,
     "SessionAffinity._sessions": policies.MAX_SESSIONS,
     "SessionTable._sessions": session_table.MAX_SESSIONS,
-    "SlabStore._index": "_max_blocks",
-    "_TargetBlocks.blocks": "most",
+    "SlabStore._index": ("_max_blocks", 0),
+    "_TargetBlocks.blocks": ("most", INDEX_BLOCKS),
 }
-"""The bound of each table that drops what is old by itself, by class and attribute; a name is that of the attribute of
-the same object that has it, 0 for none. A deque knows its own.
+"""The bound of each table that drops what is old by itself, by class and attribute. A pair is the attribute of the same
+object that has it, and the bound where that is 0; 0 for none. A deque knows its own.
 """
 
 
@@ -84,7 +88,9 @@ def _count(todo: list[Any], seen: set[int], found: Counter[str], bounded: dict[s
             for name, value in attributes.items():
                 table = f"{kind.__qualname__}.{name}"
                 bound = BOUNDS.get(table, getattr(value, "maxlen", None))
-                if bound := attributes[bound] if isinstance(bound, str) else bound:
+                if isinstance(bound, tuple):
+                    bound = attributes[bound[0]] or bound[1]
+                if bound:
                     bounded.setdefault(table, []).append((bound, value))
                     left.add(id(value))
                 elif isinstance(value, SIZED):

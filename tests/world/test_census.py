@@ -29,7 +29,7 @@ def test_a_table_without_a_bound_that_grows_is_named():
 
 
 def test_a_table_below_its_bound_is_not_named(monkeypatch):
-    monkeypatch.setitem(census.BOUNDS, "Table.kept", "bound")
+    monkeypatch.setitem(census.BOUNDS, "Table.kept", ("bound", 0))
     table, times = Table(2000), AccessTimes()
 
     def change():
@@ -39,6 +39,12 @@ def test_a_table_below_its_bound_is_not_named(monkeypatch):
             times.note(tick, tick * 10**9)
 
     assert grown(table, times, by=change) == ([], [])
+
+
+def test_a_table_without_a_bound_of_its_own_has_that_of_all(monkeypatch):
+    monkeypatch.setitem(census.BOUNDS, "Table.kept", ("bound", 2000))
+    table = Table()
+    assert grown(table, by=lambda: table.kept.update(dict.fromkeys(range(2000)))) == ([], [])
 
 
 def test_a_table_beyond_its_bound_is_named(monkeypatch):
