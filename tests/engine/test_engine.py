@@ -272,6 +272,28 @@ def test_abort_pause_continue_and_flush():
     with_engine(work, step_ms=3.0)
 
 
+def test_a_flush_is_tried_again_where_no_request_is_open(monkeypatch):
+    async def work(manager):
+        flush, refusals = manager.ranks.call, 2
+
+        async def call(verb, *arguments, **named):
+            nonlocal refusals
+            refusals -= verb == "flush"
+            return [False] if verb == "flush" and refusals >= 0 else await flush(verb, *arguments, **named)
+
+        monkeypatch.setattr(manager.ranks, "call", call)
+        assert await manager.flush_cache()
+        assert refusals == -1
+        refusals = 1
+        async with aclosing(manager.generate(spec(tokens=FOR_EVER))) as deltas:
+            async for _ in deltas:
+                break
+            assert not await manager.flush_cache()
+            assert refusals == 0
+
+    with_engine(work, step_ms=3.0)
+
+
 def test_a_call_to_a_feature_that_is_off_is_refused(in_engine):
     async def work(manager):
         with pytest.raises(ConfigError, match="clear_store: the feature is off in this engine"):

@@ -21,6 +21,7 @@ FOUND = [
         "kv-events",
         b"\x93\xcb@\x08\0\0\0\0\0\0\x91\x98\xabBlockStored\x91\xc4\2ad\x98\1\1\1\1\1\1\1\xff\xfe\4\7\xa3GPU\xa4lora\0",
     ),
+    ("lookahead", b"\x9c\x01\x90\x01" + DEEP),
     ("lookahead", b"\0\x9c\0\x9c" + b"\x81\xa1a" * 2000),
     ("paused", b"r|\x81\xa1a" + DEEP),
     ("safetensors", safetensors()[0].replace(b'"shape"', b'"_hape"')),

@@ -181,16 +181,21 @@ def decode(data: bytes) -> Message:
     """The message in `data`. Raises ValueError for anything else."""
     if not data or data[0] >= len(_MESSAGES):
         raise ValueError("not a message to the lookahead process")
-    try:
-        found: Message = _DECODERS[data[0]].decode(memoryview(data)[1:])
-    except RecursionError as error:
-        raise ValueError("the message is nested too deeply") from error
+    found: Message = _read(_DECODERS[data[0]], memoryview(data)[1:])
     return found
 
 
 def decode_reply(data: bytes) -> LookaheadReply:
     """The answer in `data`. Raises ValueError for anything else."""
-    return _REPLIES.decode(data)
+    found: LookaheadReply = _read(_REPLIES, data)
+    return found
+
+
+def _read(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> Any:
+    try:
+        return decoder.decode(data)
+    except RecursionError as error:
+        raise ValueError("the message is nested too deeply") from error
 
 
 def _encode_array(value: object) -> Any:

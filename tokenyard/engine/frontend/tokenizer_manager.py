@@ -1,5 +1,6 @@
 """The engine's front end in the API process: text to token ids for requests, deltas of text for answers."""
 
+import asyncio
 import logging
 import math
 import time
@@ -44,6 +45,8 @@ from tokenyard.routing.balance import RankBalancer
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 2.0
+FLUSH_WAITS_S = (0.0, 0.02, 0.1, 0.5)
+"""Before each try to flush a cache that no open request uses, as the step behind the last answer may be in flight."""
 
 
 class TokenizerManager:
@@ -336,10 +339,14 @@ class TokenizerManager:
 
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests run or wait, and with one rank nothing is done then."""
-        flushed = all(await self.ranks.call("flush", bool))
-        if flushed:
-            self.ranks.balancer.flushed()
-        return flushed
+        for wait_s in FLUSH_WAITS_S:
+            await asyncio.sleep(wait_s)
+            if all(await self.ranks.call("flush", bool)):
+                self.ranks.balancer.flushed()
+                return True
+            if self.open_requests:
+                break
+        return False
 
     async def clear_store(self) -> int:
         """Clear the KV store; returns how many blocks it had."""
