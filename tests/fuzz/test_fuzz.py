@@ -29,6 +29,7 @@ FOUND = [
     ("safetensors", (8000).to_bytes(8, "little") + b"[" * 8000),
     ("config", CONFIG + b'"num_key_value_heads":1e999}'),
     ("grammar", b": %json {t} // "),
+    ("grammar", b': %json {"a":' + b"[" * 4000 + b"} // "),
     ("gguf", gguf_files()[0].replace(b"attention.head_count\4\0\0\0\2", b"attention.head_count\4\0\0\0\0")),
     ("tokenizer", b'{"model":{"type":"BPE","continuing_subword_prefix":"##","vocab":{"":0},"merges":[["",""]]}}'),
     ("tokenizer-config", b'{"added_tokens_decoder":{"' + b"1" * 5000 + b'":{"content":"x"}}}'),

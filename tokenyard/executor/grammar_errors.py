@@ -21,7 +21,7 @@ def explain_refusal(text: str, reason: str, error_of: ErrorOf) -> str:
     for found in RULE.finditer(text):
         try:
             schema = json.loads(found[1])
-        except ValueError:  # in a grammar that a client wrote itself
+        except (ValueError, RecursionError):  # in a grammar that a client wrote itself
             continue
         own = error_of(_grammar(schema))
         if own:
