@@ -411,7 +411,7 @@ def test_a_device_has_a_tier_in_host_memory(config, blocks):
 def test_kv_on_a_device_goes_to_host_memory_and_back(answer):
     engine = Engine(MemoryStore(1000), {"pages": 20}, Device)
     assert engine.serve() == answer
-    engine.until(lambda: engine.at_rest)
+    engine.until(lambda: engine.at_rest and not engine.kv_store.machine.storing)
     engine.serve(prompt(250, seed=3))
     assert engine.serve() == answer
     assert engine.pool.copies > 3

@@ -80,7 +80,8 @@ def test_a_connection_that_is_given_up_while_it_is_made_does_not_end_the_next_tr
             writer.write(DONE + LAST)
 
         a, b = FakeWorker("a"), FakeWorker("b", on_request=reply)
-        async with a, b, routing(a, b, policy="round_robin", stall_timeout_secs=0.1) as (router, client):
+        settings = {"policy": "round_robin", "stall_timeout_secs": 0.1, "health_check_timeout_secs": 0.3}
+        async with a, b, routing(a, b, **settings) as (router, client):
             far, _ = router.workers
             far.pool.connect = connect
             while not tried:  # which of two free workers comes first is drawn
