@@ -159,6 +159,14 @@ def test_junk_is_ignored(frames):
     assert index.bytes == 0
 
 
+def test_a_follower_says_whether_a_message_was_news():
+    follower = KvEventSubscriber(PrefixIndex(1 << 20), "w")
+    assert follower.take(message(0, STORED))
+    assert not follower.take(message(0, STORED), replayed=True)
+    assert not follower.take([b"t", (1).to_bytes(8, "big"), b"\xc1 no msgpack"])
+    assert not follower.take([b"t", (2).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, 5])])
+
+
 def test_each_rank_has_its_own_port():
     async def main():
         async with FakeWorker(info={"dp_size": 2}) as worker, routing(worker) as (router, _):

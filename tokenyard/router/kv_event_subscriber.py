@@ -90,8 +90,8 @@ class KvEventSubscriptions:
                 if missing is not None:
                     self.gaps += 1
                     await self._replay_missed(context, target, follower, missing)
-                follower.take(frames)
-                target.publishes = True
+                if follower.take(frames):
+                    target.publishes = True
         except zmq.ZMQError as error:
             log.warning("KV events of %s: %s", target.name, error)
         finally:
@@ -143,27 +143,30 @@ class KvEventSubscriber:
         self._notice_restart(number)
         return self._next if self._next is not None and number > self._next else None
 
-    def take(self, frames: list[bytes], *, replayed: bool = False) -> None:
-        """Apply one message. Malformed and repeated messages are ignored.
+    def take(self, frames: list[bytes], *, replayed: bool = False) -> bool:
+        """Apply one message, and return whether it was new and could be read. Others are ignored.
 
         replayed: whether it was asked for, and comes out of the order of the subscription.
         """
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
-            return
+            return False
         number = int.from_bytes(frames[1], "big")
         if not replayed:
             self._notice_restart(number)
             self._heard = number
         if self._next is not None and number < self._next:
-            return
+            return False
         self._next = number + 1
         try:
             payload = msgspec.msgpack.decode(frames[2])
         except DECODE_ERRORS:
-            return
+            return False
         events = payload[1] if isinstance(payload, list) and len(payload) > 1 else None
-        for event in events if isinstance(events, list) else ():
+        if not isinstance(events, list):
+            return False
+        for event in events:
             self._apply(event)
+        return True
 
     def _notice_restart(self, number: int) -> None:
         """Begin anew if the numbers of a subscription do: they only rise while an engine lives."""
