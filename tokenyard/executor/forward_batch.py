@@ -97,7 +97,7 @@ class PageTable:
         return pages * self.page_size + positions % self.page_size
 
     def host_slots(self, pool_rows: npt.NDArray[Any], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`slots` as int64 where the table is on the CPU: a quarter of a millisecond less for a small step."""
+        """`slots` as int64 where the table is on the CPU; numpy costs a small step much less than torch."""
         assert self.host is not None
         columns, places = np.divmod(positions, self.page_size)
         slots: npt.NDArray[np.int64] = self.host[pool_rows, columns] * np.int64(self.page_size) + places

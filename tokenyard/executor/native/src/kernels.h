@@ -146,8 +146,8 @@ struct Part {
     int64_t position, begin, end;
     int head_begin, head_end;
     float *partial;
-    const Part *next = nullptr;  // what the thread attends to afterwards, whose first keys this one prefetches
-    bool prefetched = false;     // by another part
+    const Part *next = nullptr;  // probably the thread's next part, whose first block this one prefetches; null for none
+    bool prefetched = false;     // whether it is the next part of another one
 };
 
 // Keys and values of one head of one row, laid out for products, KEY_BLOCK positions a block from block `first`.

@@ -316,7 +316,7 @@ void Attention::plan_parts(Tasks &tasks, const Rows &rows, const std::vector<con
         for (int64_t s = 0; s < splits; s++)
             tasks.left[r * (size_t)splits + (size_t)s].store(row.count, std::memory_order_relaxed);
     }
-    // Threads take parts in order, and so about as many apart as there are threads.
+    // Threads take parts in order, so a thread's next one is about as many further as there are threads.
     for (size_t i = (size_t)pool_.threads(); i < tasks.parts.size(); i++) {
         tasks.parts[i - (size_t)pool_.threads()].part.next = &tasks.parts[i].part;
         tasks.parts[i].part.prefetched = true;
