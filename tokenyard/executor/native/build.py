@@ -6,6 +6,7 @@ taken for a new one.
 """
 
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).resolve().parent / "src"
 PACKAGED = SOURCES.parent / "lib"
@@ -112,9 +115,10 @@ def _compile(
     special = () if source.stem in without else by_file.get(source.stem, ())
     try:
         _run([*common, *special])
-    except BuildError:
+    except BuildError as error:
         if not special:
             raise
+        logger.warning("%s is built without %s: %s", source.name, " ".join(special), error)
         _run(common)
 
 
