@@ -91,17 +91,19 @@ class PageTable:
 
     def slots(self, pool_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the slots (int32) of positions of rows. Both arguments are int64 and must broadcast."""
-        if self.page_size == 1:
-            return self.tensor[pool_rows, positions]
-        pages = self.tensor[pool_rows, positions // self.page_size]
-        return pages * self.page_size + positions % self.page_size
+        found: torch.Tensor = self._slots_in(self.tensor, pool_rows, positions)
+        return found
 
     def host_slots(self, pool_rows: npt.NDArray[Any], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """`slots` as int64 where the table is on the CPU; numpy costs a small step much less than torch."""
-        assert self.host is not None
-        columns, places = np.divmod(positions, self.page_size)
-        slots: npt.NDArray[np.int64] = self.host[pool_rows, columns] * np.int64(self.page_size) + places
-        return slots
+        found: npt.NDArray[np.int64] = self._slots_in(self.host, pool_rows, positions).astype(np.int64, copy=False)
+        return found
+
+    def _slots_in(self, table: Any, pool_rows: Any, positions: Any) -> Any:
+        """The slots by torch or by numpy, whichever the arguments are of."""
+        if self.page_size == 1:
+            return table[pool_rows, positions]
+        return table[pool_rows, positions // self.page_size] * self.page_size + positions % self.page_size
 
 
 def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
