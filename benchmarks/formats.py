@@ -199,10 +199,11 @@ def speeds(rounds: list[dict[int, Best]], batch: int, options: argparse.Namespac
 
 
 def peers_of(kind: str, options: argparse.Namespace) -> dict[str, tuple[str, Path]]:
-    """The peers of a kind of file whose interpreters are given: their scripts and interpreters by name."""
-    vllm = "vLLM" if kind in INT4 else "vLLM in bfloat16"
-    known = {"llama.cpp": ("peer_llamacpp.py", None if kind in INT4 else options.llamacpp)}
-    known[vllm] = ("peer_vllm.py", options.vllm)
+    """Script and interpreter, by name, of each peer to compare a kind of file with; of those that have an interpreter."""
+    vllm = ("peer_vllm.py", options.vllm)
+    known = {"vLLM": vllm}
+    if kind not in INT4:
+        known = {"llama.cpp": ("peer_llamacpp.py", options.llamacpp), "vLLM in bfloat16": vllm}
     return {name: (script, python) for name, (script, python) in known.items() if python}
 
 
