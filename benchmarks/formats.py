@@ -199,7 +199,7 @@ def speeds(rounds: list[dict[int, Best]], batch: int, options: argparse.Namespac
 
 
 def peers_of(kind: str, options: argparse.Namespace) -> dict[str, tuple[str, Path]]:
-    """Script and interpreter, by name, of each peer to compare a kind of file with; of those that have an interpreter."""
+    """The peers that a kind of file is compared with, by name: script and interpreter, where one is given."""
     vllm = ("peer_vllm.py", options.vllm)
     known = {"vLLM": vllm}
     if kind not in INT4:
